@@ -1,0 +1,40 @@
+"""What the project checks. ``python -m nox`` runs all of it, the longest session last."""
+
+import nox
+
+nox.needs_version = ">=2025.2.9"
+nox.options.reuse_existing_virtualenvs = True
+nox.options.sessions = ["lint", "types", "docs", "tests"]
+
+PROJECT = nox.project.load_toml("pyproject.toml")
+
+
+@nox.session
+def lint(session: nox.Session) -> None:
+    """Ruff's rules, ruff's format, and which module may import which."""
+    session.install(*nox.project.dependency_groups(PROJECT, "lint"))
+    session.run("ruff", "check")
+    session.run("ruff", "format", "--check")
+    session.run("lint-imports")
+
+
+@nox.session
+def types(session: nox.Session) -> None:
+    """Pyright, strict, over the package and over code written as a user would."""
+    session.install(".[test]", *nox.project.dependency_groups(PROJECT, "types"))
+    session.run("pyright", *session.posargs)
+
+
+@nox.session
+def docs(session: nox.Session) -> None:
+    """The documentation in docs/_build/html; a warning is an error."""
+    session.install(".", *nox.project.dependency_groups(PROJECT, "docs"))
+    strictly = ("--fail-on-warning", "--keep-going", "--fresh-env")
+    session.run("sphinx-build", *strictly, *session.posargs, "docs", "docs/_build/html")
+
+
+@nox.session
+def tests(session: nox.Session) -> None:
+    """The tests; arguments after ``--`` go to pytest."""
+    session.install(".[test]")
+    session.run("pytest", *session.posargs)

@@ -1,0 +1,999 @@
+"""Each operation of a store, once, as a generator.
+
+It yields statements with their parameters, is sent rows, asks a rule, and returns answers. It
+does no I/O, reads no clock and draws nothing random, so the same operation runs on SQLite, on
+PostgreSQL, inside a caller's own transaction, and one statement at a time in a test.
+
+Every operation takes all the wishes of its kind that go together and answers them in order. Hot
+ones speak in sets: a few statements, whatever the number of wishes. An answer may be an exception;
+an operation that *raises* has its transaction rolled back, and each wish is then tried alone.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Generator, Mapping, Sequence
+from datetime import datetime
+from typing import Any, TypeVar, cast
+
+from attrs import define, field, frozen
+
+from . import _rules as rules
+from . import _statements as sql
+from . import _wishes as w
+from ._errors import InvalidJob, JobConflict, StoreInvalid, StoreUnavailable
+from ._model import (
+    Admission,
+    CancellationResult,
+    CompletingJob,
+    Job,
+    LaneFailure,
+    Outcome,
+    QueuedJob,
+    QueueHead,
+    Recovery,
+    RunningJob,
+    SettledJob,
+    SettledPage,
+    StoredJob,
+    WakeState,
+    check_integer,
+    check_text,
+    seconds_to_milliseconds,
+    to_instant,
+    to_milliseconds,
+)
+from ._payload import check_payload_size, decode_payload
+from ._rows import (
+    ENCODED,
+    Row,
+    claim_facts,
+    completing_job,
+    running_job,
+    settled_job,
+    stored_job,
+)
+from ._rules import ClaimFacts, Requeue, Settle
+
+T = TypeVar("T")
+
+PAGE_LIMIT = 256
+"""Jobs in one page of the settled feed, and that one `fail_lane` settles."""
+
+CLAIM_WINDOW = 16
+"""Ready rows that a claim looks at beyond the number it wants."""
+
+Parameters = Mapping[str, Any]
+
+
+@frozen(eq=False)
+class Call:
+    """A statement to execute, or the caller's own SQL where ``statement`` is text."""
+
+    statement: sql.Statement | str
+    parameters: Parameters | Sequence[Any]
+
+
+Rows = list[Row]
+Operation = Generator[Call | tuple[Call, ...], Any, T]
+"""Yields one call and is sent its rows, or a tuple of calls that may travel together."""
+
+
+@define(eq=False)
+class Effects:
+    """What a transaction did that others want to know, once it has been committed."""
+
+    payload_limit: int
+    lanes: dict[str, int] = field(factory=dict[str, int])
+    """Lane to the earliest instant at which a job of it may be claimable; 0 is now."""
+    cancelled: bool = False
+    claims: set[str] = field(factory=set[str])
+    settled: set[str] = field(factory=set[str])
+    transitions: list[tuple[str, str | None]] = field(factory=list[tuple[str, "str | None"]])
+    """Queue and settled job id of each transition, in order, for the projector."""
+
+    def claimable(self, lane: str, due: int) -> None:
+        """A job of the lane may be claimable from ``due`` on."""
+        self.lanes[lane] = min(due, self.lanes.get(lane, due))
+
+    def moved(self, queue: str, settled_id: str | None = None) -> None:
+        """Something about the queue changed."""
+        self.transitions.append((queue, settled_id))
+        if settled_id is not None:
+            self.settled.add(settled_id)
+
+    @property
+    def concern_others(self) -> bool:
+        """Whether another process may have something to do now."""
+        return bool(self.lanes or self.cancelled or self.claims)
+
+    def merge(self, other: Effects) -> None:
+        """Add what another transaction did."""
+        for lane, due in other.lanes.items():
+            self.claimable(lane, due)
+        self.cancelled |= other.cancelled
+        self.claims |= other.claims
+        self.settled |= other.settled
+
+
+def one(statement: sql.Statement, **parameters: Any) -> Call:
+    """A call with named parameters."""
+    return Call(statement, parameters)
+
+
+def many(statement: sql.Statement, rows: Sequence[Sequence[Any]], **parameters: Any) -> Call:
+    """A call whose ``{rows}`` are the given ones."""
+    return Call(statement, {"rows": json.dumps(rows), **parameters})
+
+
+# -- admission ------------------------------------------------------------------------------------
+
+
+def enqueue(wishes: Sequence[w.Enqueue], effects: Effects) -> Operation[list[Any]]:
+    return (yield from _admit([wish.job for wish in wishes], effects))
+
+
+def enqueue_many(wishes: Sequence[w.EnqueueMany], effects: Effects) -> Operation[list[Any]]:
+    answers: list[Any] = []
+    for wish in wishes:
+        answers.append((yield from _admit_all(wish.jobs, effects)))
+    return answers
+
+
+def enqueue_select(wishes: Sequence[w.EnqueueSelect], effects: Effects) -> Operation[list[Any]]:
+    answers: list[Any] = []
+    for wish in wishes:
+        rows: list[dict[str, Any]] = yield Call(wish.sql, wish.parameters)
+        jobs = [job_from_columns(row) for row in rows]
+        answers.append((yield from _admit_all(jobs, effects)))
+    return answers
+
+
+def _admit_all(jobs: Sequence[Job], effects: Effects) -> Operation[list[Admission]]:
+    admissions = yield from _admit(jobs, effects)
+    for admission in admissions:
+        if isinstance(admission, Exception):
+            # All or nothing: raising rolls the others back.
+            raise admission
+    return cast("list[Admission]", admissions)
+
+
+def insertion(job: Job) -> tuple[Any, ...]:
+    """The job as a row of `sql.INSERT`."""
+    recovery = job.recovery
+    window = None if recovery is None else recovery.window
+    return (
+        job.id,
+        job.queue,
+        job.lane,
+        job.priority,
+        0 if job.not_before is None else to_milliseconds(job.not_before),
+        None if recovery is None else recovery.max_recoveries,
+        None if window is None else seconds_to_milliseconds(window),
+        job.encoded,
+    )
+
+
+def _admit(jobs: Sequence[Job], effects: Effects) -> Operation[list[Admission | Exception]]:
+    answers: dict[int, Admission | Exception] = {}
+    fitting: list[int] = []
+    for index, job in enumerate(jobs):
+        try:
+            check_payload_size(job.encoded, effects.payload_limit)
+        except InvalidJob as error:
+            answers[index] = error
+        else:
+            fitting.append(index)
+    if fitting:
+        inserted: Rows = yield many(sql.INSERT, [insertion(jobs[index]) for index in fitting])
+        sequences: dict[str, int] = {row[0]: row[1] for row in inserted}
+        present: list[int] = []
+        for index in fitting:
+            job = jobs[index]
+            # Popped: when two wishes of one batch have the same id, the second is a duplicate.
+            sequence = sequences.pop(job.id, None)
+            if sequence is None:
+                present.append(index)
+                continue
+            answers[index] = Admission("queued", _queued(job, sequence))
+            effects.claimable(job.lane, insertion(job)[4])
+            effects.moved(job.queue)
+        if present:
+            rows: Rows = yield many(sql.READ_MANY, [(jobs[index].id,) for index in present])
+            there = {row[0]: row for row in rows}
+            for index in present:
+                answers[index] = _duplicate(there.get(jobs[index].id), jobs[index])
+    return [answers[index] for index in range(len(jobs))]
+
+
+def _queued(job: Job, sequence: int) -> QueuedJob:
+    return QueuedJob(
+        id=job.id,
+        queue=job.queue,
+        lane=job.lane,
+        priority=job.priority,
+        payload=job.payload,
+        not_before=job.not_before,
+        recovery=job.recovery,
+        sequence=sequence,
+        cancellation_id=None,
+        recovery_count=0,
+        attempt_count=0,
+    )
+
+
+def _duplicate(row: Row | None, job: Job) -> Admission | Exception:
+    if row is None:
+        # Purged or pruned between the two statements; asking again admits it.
+        return StoreInvalid(f"job {job.id!r} was removed while it was being admitted")
+    try:
+        present = stored_job(row)
+        rules.check_duplicate(present, row[ENCODED], job)
+    except (JobConflict, StoreInvalid) as error:
+        return error
+    return Admission("duplicate", present)
+
+
+_SELECT_COLUMNS = {
+    "lane",
+    "payload",
+    "queue",
+    "id",
+    "priority",
+    "not_before",
+    "recovery",
+    "max_recoveries",
+    "window",
+}
+
+
+def job_from_columns(row: Mapping[str, Any]) -> Job:
+    """The job that a row of the caller's SELECT describes; `InvalidJob` says what is wrong.
+
+    Columns are named like `Job`'s fields; ``lane`` is needed. Text in ``payload`` and
+    ``recovery`` is JSON, ``not_before`` is an aware instant (on SQLite ISO 8601 text), and
+    ``max_recoveries`` with ``window`` may stand for ``recovery``.
+    """
+    unknown = set(row) - _SELECT_COLUMNS
+    if unknown:
+        raise InvalidJob(
+            f"the SELECT yields the columns {sorted(unknown)};"
+            f" only {sorted(_SELECT_COLUMNS)} are known"
+        )
+    if "lane" not in row:
+        raise InvalidJob("the SELECT yields no column `lane`")
+    not_before = row.get("not_before")
+    if isinstance(not_before, str):
+        try:
+            not_before = datetime.fromisoformat(not_before)
+        except ValueError as error:
+            raise InvalidJob(f"not_before is {not_before!r:.80}, not ISO 8601") from error
+    recovery = _from_json(row.get("recovery"), "recovery")
+    if recovery is None and row.get("max_recoveries") is not None:
+        recovery = {"max_recoveries": row["max_recoveries"], "window": row.get("window")}
+    if recovery is not None:
+        if not isinstance(recovery, dict) or "max_recoveries" not in recovery:
+            raise InvalidJob(f"recovery is {recovery!r:.80}, without max_recoveries")
+        fields = cast("dict[str, Any]", recovery)
+        recovery = Recovery(fields["max_recoveries"], fields.get("window"))
+    priority = row.get("priority")
+    return Job(
+        row["lane"],
+        _from_json(row.get("payload"), "payload"),
+        queue=cast("str", row.get("queue")),
+        id=cast("str", row.get("id")),
+        priority=0 if priority is None else priority,
+        not_before=not_before,
+        recovery=recovery,
+    )
+
+
+def _from_json(value: Any, name: str) -> Any:
+    if not isinstance(value, str):
+        return value
+    try:
+        return decode_payload(value)
+    except StoreInvalid as error:
+        raise InvalidJob(f"{name} is {value!r:.80}, not JSON") from error
+
+
+# -- cancellation ---------------------------------------------------------------------------------
+
+
+def cancel(wishes: Sequence[w.Cancel], effects: Effects) -> Operation[list[CancellationResult]]:
+    answers: list[CancellationResult] = []
+    for wish in wishes:
+        answers.append((yield from cancel_one(wish, effects)))
+    return answers
+
+
+def cancel_one(wish: w.Cancel, effects: Effects) -> Operation[CancellationResult]:
+    """One cancellation; also run inside callers' transactions."""
+    id = check_text(wish.id, "id")
+    cancellation_id = check_text(wish.cancellation_id, "cancellation_id")
+    for _ in range(3):
+        rows: Rows = yield one(sql.READ_CANCELLATION, id=id, cancellation_id=cancellation_id)
+        state, recorded, outcome, queue, is_used = (
+            rows[0] if rows else (None, None, None, "", False)
+        )
+        result = rules.cancellation(
+            state,
+            recorded,
+            None if outcome is None else Outcome(outcome),
+            cancellation_id,
+            wish.only_if_queued,
+            is_used_elsewhere=bool(is_used),
+        )
+        if result.status != "recorded":
+            return result
+        changed: Rows = yield one(
+            sql.SET_CANCELLATION,
+            id=id,
+            cancellation_id=cancellation_id,
+            only_if_queued=int(wish.only_if_queued),
+        )
+        if changed[0][0]:
+            effects.cancelled = True
+            effects.claims.add(id)
+            effects.moved(queue)
+            return result
+        # Somebody changed the row between the look and the write: look again.
+    raise StoreUnavailable(f"job {id!r} changed too often while it was being cancelled")
+
+
+def settle_cancelled(
+    wishes: Sequence[w.SettleCancelled], effects: Effects
+) -> Operation[list[list[str]]]:
+    answers: list[list[str]] = []
+    for wish in wishes:
+        found: Rows = yield one(sql.FIND_CANCELLED, lane=wish.lane, limit=wish.limit)
+        settles = [(row[0], None, Outcome.CANCELLED, None) for row in found]
+        answers.append((yield from _settle(settles, effects)))
+    return answers
+
+
+def fail_lane(wishes: Sequence[w.FailLane], effects: Effects) -> Operation[list[LaneFailure]]:
+    answers: list[LaneFailure] = []
+    for wish in wishes:
+        found: Rows = yield one(sql.FIND_LANE, lane=wish.lane, limit=PAGE_LIMIT + 1)
+        settles = [(row[0], row[1], Outcome.FAILED, wish.reason) for row in found[:PAGE_LIMIT]]
+        settled = yield from _settle(settles, effects)
+        effects.claims.update(settled)
+        jobs: dict[str, SettledJob] = {}
+        if settled:
+            rows: Rows = yield many(sql.READ_MANY, [(id,) for id in settled])
+            jobs = {row[0]: settled_job(row) for row in rows}
+        more = len(found) > PAGE_LIMIT or len(settled) < len(settles)
+        answers.append(LaneFailure(tuple(jobs[id] for id in settled), more))
+    return answers
+
+
+def _settle(
+    settles: Sequence[tuple[str, str | None, Outcome, str | None]], effects: Effects
+) -> Operation[list[str]]:
+    """Settle rows that are queued or running with these tokens; says which were."""
+    if not settles:
+        return []
+    ids = [(settle[0],) for settle in settles]
+    _, _, settled, raised = yield (
+        many(sql.LOCK_QUEUES, ids),
+        one(sql.BUMP_SETTLE_GROUP),
+        many(sql.SETTLE, settles),
+        many(sql.PROMOTE, ids),
+    )
+    _promoted(raised, effects)
+    for id, queue in settled:
+        effects.moved(queue, id)
+    done = {row[0] for row in settled}
+    return [settle[0] for settle in settles if settle[0] in done]
+
+
+def _promoted(raised: Rows, effects: Effects) -> None:
+    for lane, hint, not_before in raised:
+        effects.claimable(lane, not_before if hint == "deferred" else 0)
+
+
+def purge_queue(wishes: Sequence[w.PurgeQueue], effects: Effects) -> Operation[list[int]]:
+    answers: list[int] = []
+    for wish in wishes:
+        _, removed, raised = yield (
+            one(sql.LOCK_QUEUE, queue=wish.queue),
+            one(sql.PURGE, queue=wish.queue),
+            one(sql.PROMOTE_QUEUE, queue=wish.queue),
+        )
+        _promoted(raised, effects)
+        if removed[0][0]:
+            effects.moved(wish.queue)
+        answers.append(removed[0][0])
+    return answers
+
+
+# -- reading --------------------------------------------------------------------------------------
+
+
+def read(wishes: Sequence[w.Read], effects: Effects) -> Operation[list[StoredJob | None]]:
+    rows: Rows = yield many(sql.READ_MANY, [(wish.id,) for wish in wishes])
+    there = {row[0]: row for row in rows}
+    return [stored_job(there[wish.id]) if wish.id in there else None for wish in wishes]
+
+
+def read_queue_head(
+    wishes: Sequence[w.ReadQueueHead], effects: Effects
+) -> Operation[list[QueueHead]]:
+    answers: list[QueueHead] = []
+    for wish in wishes:
+        answers.append((yield from queue_head(wish.queue)))
+    return answers
+
+
+def queue_head(queue: str) -> Operation[QueueHead]:
+    """The head of one queue; also run inside callers' transactions and for projectors."""
+    rows: Rows = yield one(sql.READ_QUEUE_HEAD, queue=check_text(queue, "queue"))
+    if not rows:
+        return QueueHead("idle")
+    id, state, is_requested = rows[0]
+    return QueueHead("queued" if state == "queued" else "running", id, bool(is_requested))
+
+
+def read_latest_settled(
+    wishes: Sequence[w.ReadLatestSettled], effects: Effects
+) -> Operation[list[SettledJob | None]]:
+    answers: list[SettledJob | None] = []
+    for wish in wishes:
+        rows: Rows = yield one(sql.READ_LATEST_SETTLED, queue=check_text(wish.queue, "queue"))
+        answers.append(settled_job(rows[0]) if rows else None)
+    return answers
+
+
+def read_settled(wishes: Sequence[w.ReadSettled], effects: Effects) -> Operation[list[SettledPage]]:
+    answers: list[SettledPage] = []
+    for wish in wishes:
+        limit = check_integer(wish.limit, "limit", 1, PAGE_LIMIT)
+        group, sequence = _cursor(wish.after)
+        parameters = {"settled_group": group, "sequence": sequence, "limit": limit}
+        if wish.lane is None:
+            rows: Rows = yield one(sql.READ_SETTLED, **parameters)
+        else:
+            lane = check_text(wish.lane, "lane")
+            rows = yield one(sql.READ_SETTLED_LANE, lane=lane, **parameters)
+        jobs = tuple(settled_job(row[:-1]) for row in rows)
+        cursor = f"{rows[-1][-1]}.{jobs[-1].sequence}" if jobs else wish.after
+        answers.append(SettledPage(jobs, cursor))
+    return answers
+
+
+def _cursor(after: str | None) -> tuple[int, int]:
+    if after is None:
+        return (-1, 0)
+    group, dot, sequence = after.partition(".")
+    if not (
+        dot and group.isascii() and group.isdigit() and sequence.isascii() and sequence.isdigit()
+    ):
+        raise InvalidJob(f"after is {after!r:.80}, not a cursor that `read_settled` returned")
+    if int(group) >= 2**63 or int(sequence) >= 2**63:
+        raise InvalidJob(f"after is {after!r:.80}, beyond any cursor that `read_settled` returned")
+    return int(group), int(sequence)
+
+
+def read_jobs(wishes: Sequence[w.ReadJobs], effects: Effects) -> Operation[list[list[StoredJob]]]:
+    answers: list[list[StoredJob]] = []
+    for wish in wishes:
+        rows: Rows = yield one(
+            sql.READ_JOBS,
+            state=wish.state,
+            lane=wish.lane,
+            queue=wish.queue,
+            limit=check_integer(wish.limit, "limit", 1, 100_000),
+        )
+        answers.append([stored_job(row) for row in rows])
+    return answers
+
+
+def read_counts(wishes: Sequence[w.ReadCounts], effects: Effects) -> Operation[list[Any]]:
+    rows: Rows = yield one(sql.READ_COUNTS)
+    return [[tuple(row) for row in rows]] * len(wishes)
+
+
+def read_owners(wishes: Sequence[w.ReadOwners], effects: Effects) -> Operation[list[list[str]]]:
+    rows: Rows = yield one(sql.READ_OWNERS)
+    return [[row[0] for row in rows]] * len(wishes)
+
+
+def read_wake_state(
+    wishes: Sequence[w.ReadWakeState], effects: Effects
+) -> Operation[list[WakeState]]:
+    answers: list[WakeState] = []
+    for wish in wishes:
+        rows: Rows = yield one(sql.READ_WAKE_STATE, at=wish.now)
+        pending, lease_end, not_before = rows[0]
+        instants = [instant for instant in (lease_end, not_before) if instant is not None]
+        answers.append(WakeState(bool(pending), to_instant(min(instants)) if instants else None))
+    return answers
+
+
+# -- claims ---------------------------------------------------------------------------------------
+
+
+def claim(wishes: Sequence[w.Claim], effects: Effects) -> Operation[list[Any]]:
+    answers: dict[int, w.Claimed] = {}
+    again = [index for index, wish in enumerate(wishes) if wish.again]
+    if again:
+        rows: Rows = yield many(sql.READ_CLAIMED, [(wishes[index].token,) for index in again])
+        held = {job.token: job for job in [running_job(row[:-1]) for row in rows]}
+        for index in again:
+            if wishes[index].token in held:
+                answers[index] = w.Claimed(held[wishes[index].token])
+    others = [i for i, wish in enumerate(wishes) if i not in answers and wish.lane is None]
+    lanes: dict[int, str] = {
+        index: wish.lane
+        for index, wish in enumerate(wishes)
+        if index not in answers and wish.lane is not None
+    }
+    for without in {wishes[index].without for index in others}:
+        slots = [index for index in others if wishes[index].without == without]
+        _, rows = yield (
+            one(sql.STAGE),
+            one(sql.READ_READY_LANES, without=json.dumps(without)),
+        )
+        for position, index in enumerate(slots):
+            # With more slots than lanes the lanes take turns; each slot asks for one of them.
+            if rows:
+                lanes[index] = rows[position % len(rows)][0]
+    yield from _claim_in_lanes(wishes, lanes, answers, effects)
+    return [answers.get(index, w.Claimed(None)) for index in range(len(wishes))]
+
+
+def _claim_in_lanes(
+    wishes: Sequence[w.Claim],
+    lanes: dict[int, str],
+    answers: dict[int, w.Claimed],
+    effects: Effects,
+) -> Operation[None]:
+    for is_last in (False, True):
+        if not lanes:
+            return
+        by_token = {wishes[index].token: index for index in lanes}
+        requests = [
+            (lane, wish.token, wish.owner, wish.lease, int(wish.counts))
+            for index, lane in lanes.items()
+            for wish in [wishes[index]]
+        ]
+        names = [(lane,) for lane in sorted(set(lanes.values()))]
+        claiming = many(sql.CLAIM, requests, window=CLAIM_WINDOW + len(requests))
+        try:
+            if is_last:
+                # Less than was wanted: lower what is blocked in front, and look once more.
+                refused, lowered, rows = yield (
+                    many(sql.LOCK_LOWERING, names),
+                    many(sql.LOWER, names),
+                    claiming,
+                )
+            else:
+                _, rows = yield (one(sql.STAGE), claiming)
+                refused, lowered = [], []
+        except StoreUnavailable:
+            if not is_last:
+                raise
+            # What the first look claimed is ours all the same; the others look again.
+            answers.update(dict.fromkeys(lanes, w.Claimed(None, more=True)))
+            return
+        for row in rows:
+            index = by_token[row[10]]
+            del lanes[index]
+            effects.moved(row[1])
+            job = yield from _running_or_failed(row, effects)
+            answers[index] = w.Claimed(job, more=job is None)
+    # Rows were in the way, so there may be more behind them; or somebody frees a queue just now.
+    if lowered[0][0] or (refused and refused[0][0]):
+        answers.update(dict.fromkeys(lanes, w.Claimed(None, more=True)))
+
+
+def _running_or_failed(row: Row, effects: Effects) -> Operation[RunningJob | None]:
+    """The claimed job; one that cannot be read fails by itself, and its lane goes on."""
+    try:
+        return running_job(row[:-1])
+    except StoreInvalid as error:
+        settle = (row[0], row[10], Outcome.FAILED, rules.cut(str(error)))
+        yield from _settle([settle], effects)
+        return None
+
+
+def renew(wishes: Sequence[w.Renew], effects: Effects) -> Operation[list[w.Renewal]]:
+    rows: Rows = yield many(sql.RENEW, [(wish.id, wish.token, wish.lease) for wish in wishes])
+    held = {(row[0], row[1]): w.Renewal("held", bool(row[2])) for row in rows}
+    if len(held) == len(wishes):
+        return [held[wish.id, wish.token] for wish in wishes]
+    missed = [wish for wish in wishes if (wish.id, wish.token) not in held]
+    looked = yield from _look([(wish.id, wish.token) for wish in missed], "locked")
+    held.update(zip([(wish.id, wish.token) for wish in missed], looked, strict=True))
+    return [held[wish.id, wish.token] for wish in wishes]
+
+
+def inspect(wishes: Sequence[w.Inspect], effects: Effects) -> Operation[list[w.Renewal]]:
+    return (yield from _look([(wish.id, wish.token) for wish in wishes], "held"))
+
+
+def _look(claims: Sequence[tuple[str, str]], ours: Any) -> Operation[list[w.Renewal]]:
+    """What a plain look tells of claims; ``ours`` is the status of one that is still held."""
+    rows: Rows = yield many(sql.READ_CLAIM_STATES, [(id,) for id, _ in claims])
+    there = {row[0]: row for row in rows}
+    answers: list[w.Renewal] = []
+    for id, token in claims:
+        row = there.get(id)
+        if row is None:
+            answers.append(w.Renewal("lost"))
+            continue
+        _, state, row_token, is_live, is_requested, outcome = row
+        is_ours = row_token == token
+        if is_ours and is_live and state in ("running", "completing"):
+            answers.append(w.Renewal(ours, bool(is_requested)))
+        else:
+            is_failed = is_ours and state == "settled" and outcome == Outcome.FAILED
+            answers.append(w.Renewal("lost", settled_as_failed=is_failed))
+    return answers
+
+
+def reserve_attempt(wishes: Sequence[w.ReserveAttempt], effects: Effects) -> Operation[list[Any]]:
+    facts, lease_now = yield from _facts([wish.id for wish in wishes])
+    answers: dict[int, Any] = {}
+    reserves: dict[int, tuple[Any, ...]] = {}
+    settles: dict[int, tuple[str, str | None, Outcome, str | None]] = {}
+    for index, wish in enumerate(wishes):
+        claim = facts.get(wish.id)
+        if claim is None:
+            answers[index] = w.Reserved("conflict")
+            continue
+        verdict = rules.reservation(claim, wish.token, wish.policy, lease_now, wish.jitter)
+        if isinstance(verdict, str):
+            answers[index] = w.Reserved(verdict)
+        elif isinstance(verdict, Settle):
+            settles[index] = (wish.id, wish.token, verdict.outcome, verdict.reason)
+            answers[index] = w.Reserved("settled", claim.attempt_count, verdict.reason)
+        else:
+            reserves[index] = (wish.id, wish.token, verdict.attempt_count, verdict.delay)
+            answers[index] = w.Reserved("reserved", verdict.attempt_count)
+    if reserves:
+        rows: Rows = yield many(sql.RESERVE, list(reserves.values()))
+        done = {row[0] for row in rows}
+        missed = [index for index in reserves if wishes[index].id not in done]
+        yield from _refuse(wishes, missed, answers, w.Reserved("conflict"))
+    if settles:
+        settled = yield from _settle(list(settles.values()), effects)
+        missed = [index for index in settles if wishes[index].id not in settled]
+        yield from _refuse(wishes, missed, answers, w.Reserved("conflict"))
+    return [answers[index] for index in range(len(wishes))]
+
+
+def _refuse(
+    wishes: Sequence[Any], missed: Sequence[int], answers: dict[int, Any], refused: Any
+) -> Operation[None]:
+    if missed:
+        claims = [(wishes[index].id, wishes[index].token) for index in missed]
+        refusals = yield from _refusals(claims, refused)
+        answers.update(zip(missed, refusals, strict=True))
+
+
+def retry_job(wishes: Sequence[w.RetryJob], effects: Effects) -> Operation[list[Any]]:
+    facts, lease_now = yield from _facts([wish.id for wish in wishes])
+    answers: dict[int, Any] = {}
+    requeues: dict[int, tuple[str, str, Requeue]] = {}
+    decides: dict[int, w.Decide] = {}
+    for index, wish in enumerate(wishes):
+        claim = facts.get(wish.id)
+        if claim is None:
+            answers[index] = w.Returned("missing")
+            continue
+        verdict = rules.retry(
+            claim, wish.token, wish.policy, wish.after, wish.reason, lease_now, wish.jitter
+        )
+        if isinstance(verdict, str):
+            answers[index] = w.Returned(verdict)
+        elif isinstance(verdict, Settle):
+            decides[index] = w.Decide(wish.id, wish.token, verdict, wish.has_hook)
+        else:
+            requeues[index] = (wish.id, wish.token, verdict)
+    yield from _requeue(requeues, answers, effects)
+    if decides:
+        recorded = yield from decide(list(decides.values()), effects)
+        for index, result in zip(decides, recorded, strict=True):
+            if isinstance(result, Exception):
+                answers[index] = result
+            elif result.status == "recorded":
+                status = "completing" if decides[index].has_hook else "settled"
+                answers[index] = w.Returned(status, decides[index].settle.reason)
+            else:
+                answers[index] = w.Returned("conflict")
+    return [answers[index] for index in range(len(wishes))]
+
+
+def hand_off(wishes: Sequence[w.HandOff], effects: Effects) -> Operation[list[Any]]:
+    facts, lease_now = yield from _facts([wish.id for wish in wishes])
+    answers: dict[int, Any] = {}
+    requeues: dict[int, tuple[str, str, Requeue]] = {}
+    for index, wish in enumerate(wishes):
+        claim = facts.get(wish.id)
+        if claim is None:
+            answers[index] = w.Returned("missing")
+            continue
+        verdict = rules.hand_off(claim, wish.token, lease_now)
+        if isinstance(verdict, str):
+            answers[index] = w.Returned(verdict)
+        else:
+            requeues[index] = (wish.id, wish.token, verdict)
+    yield from _requeue(requeues, answers, effects)
+    return [answers[index] for index in range(len(wishes))]
+
+
+def _facts(ids: Sequence[str]) -> Operation[tuple[dict[str, ClaimFacts], int]]:
+    """The facts of these rows, and the instant that judges their leases.
+
+    Not locked: the write that follows is guarded by token, state and lease instead, so that no
+    lock is held while an answer travels.
+    """
+    facts: Rows
+    clock: Rows
+    facts, clock = yield (many(sql.READ_FACTS, [(id,) for id in ids]), one(sql.READ_CLOCK))
+    return {row[0]: claim_facts(row) for row in facts}, clock[0][0]
+
+
+def _refusals(claims: Sequence[tuple[str, str]], refused: Any) -> Operation[list[Any]]:
+    """Why guarded writes changed nothing: refused, or somebody's transaction has the row."""
+    facts, lease_now = yield from _facts([id for id, _ in claims])
+    return [
+        _locked(id) if id in facts and rules.is_held(facts[id], token, lease_now) else refused
+        for id, token in claims
+    ]
+
+
+def _locked(id: str) -> StoreUnavailable:
+    return StoreUnavailable(f"another transaction holds the row of job {id!r}; try again")
+
+
+def _requeue(
+    requeues: Mapping[int, tuple[str, str, Requeue]],
+    answers: dict[int, Any],
+    effects: Effects,
+    *,
+    keeps: bool = False,
+) -> Operation[None]:
+    if not requeues:
+        return
+    rows = [
+        (
+            id,
+            token,
+            to.delay,
+            to.attempt_count,
+            to.recovery_count,
+            to.window_began_at,
+            int(keeps),
+        )
+        for id, token, to in requeues.values()
+    ]
+    ids = [(row[0],) for row in rows]
+    _, returned, raised = yield (
+        many(sql.LOCK_QUEUES, ids),
+        many(sql.REQUEUE, rows),
+        many(sql.PROMOTE, ids),
+    )
+    _promoted(raised, effects)
+    done: dict[str, Row] = {row[0]: row for row in returned}
+    missed: dict[int, tuple[str, str]] = {}
+    for index, (id, token, to) in requeues.items():
+        row = done.get(id)
+        if row is None:
+            missed[index] = (id, token)
+            continue
+        _, lane, hint, not_before, queue = row
+        effects.claimable(lane, not_before if hint == "deferred" else 0)
+        effects.moved(queue)
+        answers[index] = w.Returned("queued", attempt_count=to.attempt_count)
+    if missed:
+        refusals = yield from _refusals(list(missed.values()), w.Returned("conflict"))
+        answers.update(zip(missed, refusals, strict=True))
+
+
+def decide(wishes: Sequence[w.Decide], effects: Effects) -> Operation[list[Any]]:
+    rows = [
+        (wish.id, wish.token, wish.settle.outcome, wish.settle.reason, int(wish.has_hook))
+        for wish in wishes
+    ]
+    ids = [(wish.id,) for wish in wishes]
+    _, _, recorded, raised = yield (
+        many(sql.LOCK_QUEUES, ids),
+        one(sql.BUMP_SETTLE_GROUP),
+        many(sql.DECIDE, rows),
+        many(sql.PROMOTE, ids),
+    )
+    _promoted(raised, effects)
+    done: dict[str, Settle] = {}
+    for id, queue, state, outcome, reason in recorded:
+        done[id] = Settle(Outcome(outcome), reason)
+        effects.moved(queue, id if state == "settled" else None)
+    missed = [wish.id for wish in wishes if wish.id not in done]
+    facts: dict[str, ClaimFacts] = {}
+    lease_now = 0
+    if missed:
+        facts, lease_now = yield from _facts(missed)
+    answers: list[Any] = []
+    for wish in wishes:
+        found = facts.get(wish.id)
+        if wish.id in done:
+            answers.append(w.Recorded("recorded", done[wish.id]))
+        elif found is not None and rules.is_held(found, wish.token, lease_now):
+            answers.append(_locked(wish.id))
+        else:
+            status = rules.late_decision(found, wish.token, wish.settle)
+            stands = None
+            if status == "replayed" and found is not None and found.outcome is not None:
+                stands = Settle(found.outcome, found.reason)
+            answers.append(w.Recorded(status, stands))
+    return answers
+
+
+def finish_completing(
+    wishes: Sequence[w.FinishCompleting], effects: Effects
+) -> Operation[list[Any]]:
+    ids = [(wish.id,) for wish in wishes]
+    _, _, finished, raised = yield (
+        many(sql.LOCK_QUEUES, ids),
+        one(sql.BUMP_SETTLE_GROUP),
+        many(sql.FINISH, [(wish.id, wish.token) for wish in wishes]),
+        many(sql.PROMOTE, ids),
+    )
+    _promoted(raised, effects)
+    for id, queue in finished:
+        effects.moved(queue, id)
+    done = {row[0] for row in finished}
+    missed = [(wish.id,) for wish in wishes if wish.id not in done]
+    facts: dict[str, ClaimFacts] = {}
+    if missed:
+        facts = {row[0]: claim_facts(row) for row in (yield many(sql.READ_FACTS, missed))}
+    return [
+        "settled" if wish.id in done else rules.late_finish(facts.get(wish.id), wish.token)
+        for wish in wishes
+    ]
+
+
+def take_completing(
+    wishes: Sequence[w.TakeCompleting], effects: Effects
+) -> Operation[list[CompletingJob | None]]:
+    answers: list[CompletingJob | None] = []
+    for wish in wishes:
+        rows: Rows = yield one(
+            sql.TAKE_COMPLETING,
+            token=check_text(wish.token, "token"),
+            owner=wish.owner,
+            lease=wish.lease,
+            lanes=None if wish.lanes is None else json.dumps(wish.lanes),
+            without=json.dumps(wish.without),
+            dead=json.dumps(wish.dead),
+        )
+        answers.append(completing_job(rows[0]) if rows else None)
+    return answers
+
+
+# -- the supervisor's -----------------------------------------------------------------------------
+
+
+def next_running_claim(
+    wishes: Sequence[w.NextRunningClaim], effects: Effects
+) -> Operation[list[RunningJob | None]]:
+    answers: list[RunningJob | None] = []
+    for wish in wishes:
+        rows: Rows = yield one(sql.NEXT_RUNNING_CLAIM, after=wish.after, dead=json.dumps(wish.dead))
+        answers.append(running_job(rows[0]) if rows else None)
+    return answers
+
+
+def reconcile(wishes: Sequence[w.Reconcile], effects: Effects) -> Operation[list[w.Reconciled]]:
+    answers: list[w.Reconciled] = []
+    for wish in wishes:
+        answers.append((yield from _reconcile_one(wish, effects)))
+    return answers
+
+
+def _reconcile_one(wish: w.Reconcile, effects: Effects) -> Operation[w.Reconciled]:
+    rows: Rows
+    clock: Rows
+    rows, clock = yield (
+        one(sql.READ_DISAPPEARED, id=wish.id, token=wish.token, dead=json.dumps(wish.dead)),
+        one(sql.READ_CLOCK),
+    )
+    if not rows:
+        return w.Reconciled("untouched")
+    verdict = rules.disappearance(claim_facts(rows[0]), clock[0][0])
+    if isinstance(verdict, Settle):
+        settle = (wish.id, wish.token, verdict.outcome, verdict.reason)
+        settled = yield from _settle([settle], effects)
+        return w.Reconciled("settled" if settled else "untouched", verdict)
+    answers: dict[int, Any] = {}
+    yield from _requeue({0: (wish.id, wish.token, verdict)}, answers, effects, keeps=True)
+    is_queued = isinstance(answers[0], w.Returned) and answers[0].status == "queued"
+    return w.Reconciled("queued" if is_queued else "untouched")
+
+
+def prune(wishes: Sequence[w.Prune], effects: Effects) -> Operation[list[int]]:
+    answers: list[int] = []
+    for wish in wishes:
+        rows: Rows = yield one(
+            sql.PRUNE, before=wish.before, lane=wish.lane, queue=wish.queue, limit=wish.limit
+        )
+        answers.append(rows[0][0])
+    return answers
+
+
+Kind = Callable[[Any, Effects], Operation[list[Any]]]
+
+OPERATIONS: dict[type[w.Wish[Any]], Kind] = {
+    w.Renew: renew,
+    w.Inspect: inspect,
+    w.ReserveAttempt: reserve_attempt,
+    w.Decide: decide,
+    w.FinishCompleting: finish_completing,
+    w.RetryJob: retry_job,
+    w.HandOff: hand_off,
+    w.Cancel: cancel,
+    w.FailLane: fail_lane,
+    w.SettleCancelled: settle_cancelled,
+    w.Reconcile: reconcile,
+    w.PurgeQueue: purge_queue,
+    w.Prune: prune,
+    w.Enqueue: enqueue,
+    w.EnqueueMany: enqueue_many,
+    w.EnqueueSelect: enqueue_select,
+    w.TakeCompleting: take_completing,
+    w.Claim: claim,
+    w.NextRunningClaim: next_running_claim,
+    w.Read: read,
+    w.ReadQueueHead: read_queue_head,
+    w.ReadLatestSettled: read_latest_settled,
+    w.ReadSettled: read_settled,
+    w.ReadJobs: read_jobs,
+    w.ReadCounts: read_counts,
+    w.ReadOwners: read_owners,
+    w.ReadWakeState: read_wake_state,
+}
+"""Which operation answers which wish, in the order in which one exchange runs them.
+
+Renewals first, for nothing may delay them into refusal; then what frees queues; then admissions;
+claims late, so that they see all of it; reads last, so that they see what the batch wrote.
+"""
+
+ORDER = {kind: position for position, kind in enumerate(OPERATIONS)}
+
+READS = frozenset(
+    {
+        w.Inspect,
+        w.NextRunningClaim,
+        w.Read,
+        w.ReadQueueHead,
+        w.ReadLatestSettled,
+        w.ReadSettled,
+        w.ReadJobs,
+        w.ReadCounts,
+        w.ReadOwners,
+        w.ReadWakeState,
+    }
+)
+"""Wishes that need no write transaction."""
+
+
+def plan(asked: Sequence[w.Wish[Any]]) -> list[tuple[Kind, list[int]]]:
+    """Which operations answer these wishes, and the positions of the wishes each answers.
+
+    Two wishes of one kind about the same job go to two runs of the operation, one after the
+    other: a set-wise statement could not tell them apart.
+    """
+    steps: dict[tuple[int, int], list[int]] = {}
+    seen: dict[tuple[type, Any], int] = {}
+    for position, wish in enumerate(asked):
+        kind = type(wish)
+        turn = 0
+        id = getattr(wish, "id", None)
+        if id is not None:
+            turn = seen.get((kind, id), 0)
+            seen[kind, id] = turn + 1
+        steps.setdefault((ORDER[kind], turn), []).append(position)
+    kinds = list(OPERATIONS.values())
+    return [(kinds[order], steps[order, turn]) for order, turn in sorted(steps)]

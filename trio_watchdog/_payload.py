@@ -1,0 +1,137 @@
+"""Payloads: canonical JSON text, and every refusal on the way in.
+
+A payload is encoded once, with sorted keys and no spaces, so equal payloads are equal texts.
+All checks happen before the text reaches a database, where each would fail differently: NaN is
+refused by one, silently changed by another; a lone surrogate cannot be sent at all.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator
+from typing import Any, cast
+
+from ._errors import InvalidJob, StoreInvalid, shown
+
+PAYLOAD_LIMIT = 1024 * 1024
+"""Default limit of an encoded payload, in bytes of UTF-8."""
+
+DEPTH_LIMIT = 100
+"""How deep arrays and objects may nest. SQLite and Python each give up at depths of their own."""
+
+INTEGER_DIGITS_LIMIT = 4000
+"""Digits of an integer. Python refuses to read back more than 4300."""
+
+_INTEGER_LIMIT = 10**INTEGER_DIGITS_LIMIT
+
+
+def encode_payload(payload: Any) -> str:
+    """The canonical JSON text of ``payload``.
+
+    Raises `InvalidJob` for NaN, infinities, lone surrogates, keys that are not strings, values
+    that JSON does not know, and nesting deeper than `DEPTH_LIMIT`; the message has the path.
+    """
+    _check(payload)
+    try:
+        return json.dumps(
+            payload, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False
+        )
+    except (TypeError, ValueError) as error:
+        raise InvalidJob(f"payload cannot be encoded as JSON: {error}") from error
+
+
+def decode_payload(text: str) -> Any:
+    """What `encode_payload` encoded. Raises `StoreInvalid` for text that is not JSON."""
+    try:
+        return json.loads(text, parse_constant=_refuse_constant, parse_float=_finite)
+    except (ValueError, RecursionError) as error:
+        raise StoreInvalid(f"stored payload is not JSON: {error}") from error
+
+
+def check_payload_size(encoded: str, limit: int) -> None:
+    """Raise `InvalidJob` when the encoded text has more than ``limit`` bytes of UTF-8."""
+    # A character has at most four bytes, so short texts need no second encoding.
+    if len(encoded) * 4 <= limit:
+        return
+    size = len(encoded.encode())
+    if size > limit:
+        raise InvalidJob(f"payload is {size} bytes encoded, over the limit of {limit}")
+
+
+def is_text(value: str) -> bool:
+    """Whether both databases can keep the text: no lone surrogate in it."""
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def _refuse_constant(name: str) -> Any:
+    raise ValueError(f"{name} is not JSON")
+
+
+def _finite(digits: str) -> float:
+    value = float(digits)
+    if not math.isfinite(value):
+        raise ValueError(f"{digits:.40} is too large for a float")
+    return value
+
+
+def _check(payload: Any) -> None:
+    # An explicit stack: recursion would end in RecursionError long before a clear message.
+    stack: list[tuple[Iterator[tuple[str, Any]], str]] = []
+    item: Any = payload
+    path = "payload"
+    while True:
+        children = _children(item, path)
+        if children is not None:
+            if len(stack) >= DEPTH_LIMIT:
+                raise InvalidJob(f"payload is nested deeper than the limit of {DEPTH_LIMIT}")
+            stack.append((children, path))
+        while stack:
+            try:
+                step, item = next(stack[-1][0])
+            except StopIteration:
+                stack.pop()
+            else:
+                path = stack[-1][1] + step
+                break
+        else:
+            return
+
+
+def _children(item: Any, path: str) -> Iterator[tuple[str, Any]] | None:
+    if item is None or isinstance(item, bool):
+        return None
+    if isinstance(item, str):
+        if not is_text(item):
+            raise InvalidJob(f"{path} has a lone surrogate: {item[:40]!a}")
+        return None
+    if isinstance(item, int):
+        if not -_INTEGER_LIMIT < item < _INTEGER_LIMIT:
+            raise InvalidJob(f"{path} is an integer of more than {INTEGER_DIGITS_LIMIT} digits")
+        return None
+    if isinstance(item, float):
+        if not math.isfinite(item):
+            raise InvalidJob(f"{path} is {item!r}, which JSON does not know")
+        return None
+    if isinstance(item, (list, tuple)):
+        return _array(cast("list[Any]", item))
+    if isinstance(item, dict):
+        return _object(cast("dict[Any, Any]", item), path)
+    raise InvalidJob(f"{path} is of type {type(item).__name__}, which JSON does not know")
+
+
+def _array(items: list[Any]) -> Iterator[tuple[str, Any]]:
+    return ((f"[{index}]", item) for index, item in enumerate(items))
+
+
+def _object(items: dict[Any, Any], path: str) -> Iterator[tuple[str, Any]]:
+    for key, item in items.items():
+        if not isinstance(key, str):
+            raise InvalidJob(f"{path} has the key {shown(key, 40)}, which is not a string")
+        if not is_text(key):
+            raise InvalidJob(f"{path} has a key with a lone surrogate: {key[:40]!a}")
+        yield f"[{shown(key, 40)}]", item

@@ -1,5 +1,8 @@
 """What the project checks. ``python -m nox`` runs all of it, the longest session last."""
 
+import shutil
+import subprocess
+
 import nox
 
 nox.needs_version = ">=2025.2.9"
@@ -7,6 +10,17 @@ nox.options.reuse_existing_virtualenvs = True
 nox.options.sessions = ["lint", "types", "docs", "tests"]
 
 PROJECT = nox.project.load_toml("pyproject.toml")
+
+
+def newest(*versions: str) -> str | None:
+    """The first of these Pythons that is there and starts; None: the one that runs nox."""
+    for version in versions:
+        if command := shutil.which(f"python{version}"):
+            # pyenv leaves commands on the path that only say no.
+            tried = subprocess.run([command, "-c", ""], check=False, capture_output=True)  # noqa: S603 (found on PATH)
+            if not tried.returncode:
+                return version
+    return None
 
 
 @nox.session
@@ -38,3 +52,13 @@ def tests(session: nox.Session) -> None:
     """The tests; arguments after ``--`` go to pytest."""
     session.install(".[test]")
     session.run("pytest", *session.posargs)
+
+
+@nox.session(python=newest("3.13", "3.12", "3.14"))
+def bench(session: nox.Session) -> None:
+    """The benchmarks, beside the peers; not among the default sessions. ``-- --quick``: 3 minutes.
+
+    One peer needs Python 3.12; where no such interpreter is found it is left out, and said so.
+    """
+    session.install(".[postgres]", "-r", "benchmarks/requirements.txt")
+    session.run("python", "-m", "benchmarks", *session.posargs)

@@ -11,16 +11,19 @@ an operation that *raises* has its transaction rolled back, and each wish is the
 
 from __future__ import annotations
 
+import contextlib
 import json
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from typing import Any, TypeVar, cast
 
-from attrs import define, field, frozen
+from attrs import frozen
 
 from . import _rules as rules
 from . import _statements as sql
+from . import _upkeep as upkeep
 from . import _wishes as w
+from ._calls import Call, Effects, Operation, Rows, many, one, promoted
 from ._errors import InvalidJob, JobConflict, StoreInvalid, StoreUnavailable
 from ._model import (
     Admission,
@@ -38,6 +41,7 @@ from ._model import (
     StoredJob,
     WakeState,
     check_integer,
+    check_reason,
     check_text,
     seconds_to_milliseconds,
     to_instant,
@@ -52,6 +56,7 @@ from ._rows import (
     running_job,
     settled_job,
     stored_job,
+    without_payload,
 )
 from ._rules import ClaimFacts, Requeue, Settle
 
@@ -63,67 +68,9 @@ PAGE_LIMIT = 256
 CLAIM_WINDOW = 16
 """Ready rows that a claim looks at beyond the number it wants."""
 
-Parameters = Mapping[str, Any]
 
-
-@frozen(eq=False)
-class Call:
-    """A statement to execute, or the caller's own SQL where ``statement`` is text."""
-
-    statement: sql.Statement | str
-    parameters: Parameters | Sequence[Any]
-
-
-Rows = list[Row]
-Operation = Generator[Call | tuple[Call, ...], Any, T]
-"""Yields one call and is sent its rows, or a tuple of calls that may travel together."""
-
-
-@define(eq=False)
-class Effects:
-    """What a transaction did that others want to know, once it has been committed."""
-
-    payload_limit: int
-    lanes: dict[str, int] = field(factory=dict[str, int])
-    """Lane to the earliest instant at which a job of it may be claimable; 0 is now."""
-    cancelled: bool = False
-    claims: set[str] = field(factory=set[str])
-    settled: set[str] = field(factory=set[str])
-    transitions: list[tuple[str, str | None]] = field(factory=list[tuple[str, "str | None"]])
-    """Queue and settled job id of each transition, in order, for the projector."""
-
-    def claimable(self, lane: str, due: int) -> None:
-        """A job of the lane may be claimable from ``due`` on."""
-        self.lanes[lane] = min(due, self.lanes.get(lane, due))
-
-    def moved(self, queue: str, settled_id: str | None = None) -> None:
-        """Something about the queue changed."""
-        self.transitions.append((queue, settled_id))
-        if settled_id is not None:
-            self.settled.add(settled_id)
-
-    @property
-    def concern_others(self) -> bool:
-        """Whether another process may have something to do now."""
-        return bool(self.lanes or self.cancelled or self.claims)
-
-    def merge(self, other: Effects) -> None:
-        """Add what another transaction did."""
-        for lane, due in other.lanes.items():
-            self.claimable(lane, due)
-        self.cancelled |= other.cancelled
-        self.claims |= other.claims
-        self.settled |= other.settled
-
-
-def one(statement: sql.Statement, **parameters: Any) -> Call:
-    """A call with named parameters."""
-    return Call(statement, parameters)
-
-
-def many(statement: sql.Statement, rows: Sequence[Sequence[Any]], **parameters: Any) -> Call:
-    """A call whose ``{rows}`` are the given ones."""
-    return Call(statement, {"rows": json.dumps(rows), **parameters})
+class Locked(StoreUnavailable):
+    """Somebody's open transaction holds what the wish needs; nothing has changed."""
 
 
 # -- admission ------------------------------------------------------------------------------------
@@ -184,7 +131,9 @@ def _admit(jobs: Sequence[Job], effects: Effects) -> Operation[list[Admission | 
             answers[index] = error
         else:
             fitting.append(index)
-    if fitting:
+    for _ in range(3):
+        if not fitting:
+            break
         inserted: Rows = yield many(sql.INSERT, [insertion(jobs[index]) for index in fitting])
         sequences: dict[str, int] = {row[0]: row[1] for row in inserted}
         present: list[int] = []
@@ -195,25 +144,37 @@ def _admit(jobs: Sequence[Job], effects: Effects) -> Operation[list[Admission | 
             if sequence is None:
                 present.append(index)
                 continue
-            answers[index] = Admission("queued", _queued(job, sequence))
-            effects.claimable(job.lane, insertion(job)[4])
+            due = insertion(job)[4]
+            answers[index] = Admission("queued", _queued(job, sequence, due))
+            effects.claimable(job.lane, due)
             effects.moved(job.queue)
+        fitting = []
         if present:
             rows: Rows = yield many(sql.READ_MANY, [(jobs[index].id,) for index in present])
             there = {row[0]: row for row in rows}
             for index in present:
-                answers[index] = _duplicate(there.get(jobs[index].id), jobs[index])
+                id = jobs[index].id
+                if id in there:
+                    answers[index] = _duplicate(there[id], jobs[index])
+                else:
+                    # Purged or pruned between the two statements: admit it after all.
+                    fitting.append(index)
+    for index in fitting:
+        answers[index] = StoreUnavailable(
+            f"job {jobs[index].id!r} came and went too often while it was being admitted"
+        )
     return [answers[index] for index in range(len(jobs))]
 
 
-def _queued(job: Job, sequence: int) -> QueuedJob:
+def _queued(job: Job, sequence: int, due: int) -> QueuedJob:
     return QueuedJob(
         id=job.id,
         queue=job.queue,
         lane=job.lane,
         priority=job.priority,
         payload=job.payload,
-        not_before=job.not_before,
+        # As the store has it, and as every later reader sees it.
+        not_before=to_instant(due) if due else None,
         recovery=job.recovery,
         sequence=sequence,
         cancellation_id=None,
@@ -222,10 +183,7 @@ def _queued(job: Job, sequence: int) -> QueuedJob:
     )
 
 
-def _duplicate(row: Row | None, job: Job) -> Admission | Exception:
-    if row is None:
-        # Purged or pruned between the two statements; asking again admits it.
-        return StoreInvalid(f"job {job.id!r} was removed while it was being admitted")
+def _duplicate(row: Row, job: Job) -> Admission | Exception:
     try:
         present = stored_job(row)
         rules.check_duplicate(present, row[ENCODED], job)
@@ -347,8 +305,10 @@ def settle_cancelled(
     answers: list[list[str]] = []
     for wish in wishes:
         found: Rows = yield one(sql.FIND_CANCELLED, lane=wish.lane, limit=wish.limit)
-        settles = [(row[0], None, Outcome.CANCELLED, None) for row in found]
-        answers.append((yield from _settle(settles, effects)))
+        settles = [
+            Settling(id, None, Settle(Outcome.CANCELLED), sequence) for id, sequence in found
+        ]
+        answers.append(list((yield from _settle(settles, effects))))
     return answers
 
 
@@ -356,41 +316,68 @@ def fail_lane(wishes: Sequence[w.FailLane], effects: Effects) -> Operation[list[
     answers: list[LaneFailure] = []
     for wish in wishes:
         found: Rows = yield one(sql.FIND_LANE, lane=wish.lane, limit=PAGE_LIMIT + 1)
-        settles = [(row[0], row[1], Outcome.FAILED, wish.reason) for row in found[:PAGE_LIMIT]]
+        reason = check_reason(wish.reason)
+        settles = [
+            Settling(id, token, Settle(Outcome.FAILED, reason), sequence)
+            for id, token, sequence in found[:PAGE_LIMIT]
+        ]
         settled = yield from _settle(settles, effects)
         effects.claims.update(settled)
         jobs: dict[str, SettledJob] = {}
         if settled:
             rows: Rows = yield many(sql.READ_MANY, [(id,) for id in settled])
-            jobs = {row[0]: settled_job(row) for row in rows}
+            for row in rows:
+                # One that cannot be read is settled like the others, and cannot be told.
+                with contextlib.suppress(StoreInvalid):
+                    jobs[row[0]] = settled_job(row)
         more = len(found) > PAGE_LIMIT or len(settled) < len(settles)
-        answers.append(LaneFailure(tuple(jobs[id] for id in settled), more))
+        answers.append(LaneFailure(tuple(jobs[id] for id in settled if id in jobs), more))
     return answers
 
 
-def _settle(
-    settles: Sequence[tuple[str, str | None, Outcome, str | None]], effects: Effects
-) -> Operation[list[str]]:
-    """Settle rows that are queued or running with these tokens; says which were."""
+@frozen
+class Settling:
+    """A row to settle that is queued or, with this token, running.
+
+    ``sequence`` tells a queued row, which has no token, from a later one of the same id.
+    ``yields``: a cancellation that is recorded by then overrules the outcome.
+    """
+
+    id: str
+    token: str | None
+    settle: Settle
+    sequence: int | None = None
+    yields: bool = False
+
+
+def _settle(settles: Sequence[Settling], effects: Effects) -> Operation[dict[str, Settle]]:
+    """Settle these rows; says which were, in order, and how."""
     if not settles:
-        return []
-    ids = [(settle[0],) for settle in settles]
+        return {}
+    ids = [(each.id,) for each in settles]
+    rows = [
+        (
+            each.id,
+            each.token,
+            each.settle.outcome,
+            each.settle.reason,
+            each.sequence,
+            int(each.yields),
+        )
+        for each in settles
+    ]
     _, _, settled, raised = yield (
         many(sql.LOCK_QUEUES, ids),
         one(sql.BUMP_SETTLE_GROUP),
-        many(sql.SETTLE, settles),
+        many(sql.SETTLE, rows),
         many(sql.PROMOTE, ids),
     )
-    _promoted(raised, effects)
-    for id, queue in settled:
+    promoted(raised, effects)
+    done: dict[str, Settle] = {}
+    for id, queue, outcome, reason in settled:
         effects.moved(queue, id)
-    done = {row[0] for row in settled}
-    return [settle[0] for settle in settles if settle[0] in done]
-
-
-def _promoted(raised: Rows, effects: Effects) -> None:
-    for lane, hint, not_before in raised:
-        effects.claimable(lane, not_before if hint == "deferred" else 0)
+        done[id] = Settle(Outcome(outcome), reason)
+    return {each.id: done[each.id] for each in settles if each.id in done}
 
 
 def purge_queue(wishes: Sequence[w.PurgeQueue], effects: Effects) -> Operation[list[int]]:
@@ -401,7 +388,7 @@ def purge_queue(wishes: Sequence[w.PurgeQueue], effects: Effects) -> Operation[l
             one(sql.PURGE, queue=wish.queue),
             one(sql.PROMOTE_QUEUE, queue=wish.queue),
         )
-        _promoted(raised, effects)
+        promoted(raised, effects)
         if removed[0][0]:
             effects.moved(wish.queue)
         answers.append(removed[0][0])
@@ -449,30 +436,26 @@ def read_settled(wishes: Sequence[w.ReadSettled], effects: Effects) -> Operation
     answers: list[SettledPage] = []
     for wish in wishes:
         limit = check_integer(wish.limit, "limit", 1, PAGE_LIMIT)
-        group, sequence = _cursor(wish.after)
+        group, sequence = rules.feed_position(wish.after)
         parameters = {"settled_group": group, "sequence": sequence, "limit": limit}
         if wish.lane is None:
             rows: Rows = yield one(sql.READ_SETTLED, **parameters)
         else:
             lane = check_text(wish.lane, "lane")
             rows = yield one(sql.READ_SETTLED_LANE, lane=lane, **parameters)
-        jobs = tuple(settled_job(row[:-1]) for row in rows)
-        cursor = f"{rows[-1][-1]}.{jobs[-1].sequence}" if jobs else wish.after
-        answers.append(SettledPage(jobs, cursor))
+        jobs: list[SettledJob] = []
+        cursor = wish.after
+        for row in rows:
+            try:
+                jobs.append(settled_job(row[:-1]))
+            except StoreInvalid:
+                # What comes before it can still be read; then it is reported, not passed over.
+                if not jobs:
+                    raise
+                break
+            cursor = f"{row[-1]}.{jobs[-1].sequence}"
+        answers.append(SettledPage(tuple(jobs), cursor))
     return answers
-
-
-def _cursor(after: str | None) -> tuple[int, int]:
-    if after is None:
-        return (-1, 0)
-    group, dot, sequence = after.partition(".")
-    if not (
-        dot and group.isascii() and group.isdigit() and sequence.isascii() and sequence.isdigit()
-    ):
-        raise InvalidJob(f"after is {after!r:.80}, not a cursor that `read_settled` returned")
-    if int(group) >= 2**63 or int(sequence) >= 2**63:
-        raise InvalidJob(f"after is {after!r:.80}, beyond any cursor that `read_settled` returned")
-    return int(group), int(sequence)
 
 
 def read_jobs(wishes: Sequence[w.ReadJobs], effects: Effects) -> Operation[list[list[StoredJob]]]:
@@ -505,8 +488,8 @@ def read_wake_state(
     answers: list[WakeState] = []
     for wish in wishes:
         rows: Rows = yield one(sql.READ_WAKE_STATE, at=wish.now)
-        pending, lease_end, not_before = rows[0]
-        instants = [instant for instant in (lease_end, not_before) if instant is not None]
+        pending, *nexts = rows[0]
+        instants = [instant for instant in nexts if instant is not None]
         answers.append(WakeState(bool(pending), to_instant(min(instants)) if instants else None))
     return answers
 
@@ -549,6 +532,8 @@ def _claim_in_lanes(
     answers: dict[int, w.Claimed],
     effects: Effects,
 ) -> Operation[None]:
+    refused: Rows = []
+    lowered: Rows = [(0,)]
     for is_last in (False, True):
         if not lanes:
             return
@@ -559,18 +544,17 @@ def _claim_in_lanes(
             for wish in [wishes[index]]
         ]
         names = [(lane,) for lane in sorted(set(lanes.values()))]
-        claiming = many(sql.CLAIM, requests, window=CLAIM_WINDOW + len(requests))
+        window = CLAIM_WINDOW + len(requests)
         try:
             if is_last:
                 # Less than was wanted: lower what is blocked in front, and look once more.
                 refused, lowered, rows = yield (
                     many(sql.LOCK_LOWERING, names),
                     many(sql.LOWER, names),
-                    claiming,
+                    many(sql.CLAIM_BEYOND, requests, window=window),
                 )
             else:
-                _, rows = yield (one(sql.STAGE), claiming)
-                refused, lowered = [], []
+                _, rows = yield (one(sql.STAGE), many(sql.CLAIM, requests, window=window))
         except StoreUnavailable:
             if not is_last:
                 raise
@@ -593,8 +577,9 @@ def _running_or_failed(row: Row, effects: Effects) -> Operation[RunningJob | Non
     try:
         return running_job(row[:-1])
     except StoreInvalid as error:
-        settle = (row[0], row[10], Outcome.FAILED, rules.cut(str(error)))
-        yield from _settle([settle], effects)
+        settle = Settle(Outcome.FAILED, rules.cut(str(error)))
+        # If even that cannot be written now, its lease will end; the other claims stand.
+        yield from _or_error(_settle([Settling(row[0], row[10], settle)], effects))
         return None
 
 
@@ -637,7 +622,7 @@ def reserve_attempt(wishes: Sequence[w.ReserveAttempt], effects: Effects) -> Ope
     facts, lease_now = yield from _facts([wish.id for wish in wishes])
     answers: dict[int, Any] = {}
     reserves: dict[int, tuple[Any, ...]] = {}
-    settles: dict[int, tuple[str, str | None, Outcome, str | None]] = {}
+    settles: dict[int, Settling] = {}
     for index, wish in enumerate(wishes):
         claim = facts.get(wish.id)
         if claim is None:
@@ -647,7 +632,7 @@ def reserve_attempt(wishes: Sequence[w.ReserveAttempt], effects: Effects) -> Ope
         if isinstance(verdict, str):
             answers[index] = w.Reserved(verdict)
         elif isinstance(verdict, Settle):
-            settles[index] = (wish.id, wish.token, verdict.outcome, verdict.reason)
+            settles[index] = Settling(wish.id, wish.token, verdict, yields=True)
             answers[index] = w.Reserved("settled", claim.attempt_count, verdict.reason)
         else:
             reserves[index] = (wish.id, wish.token, verdict.attempt_count, verdict.delay)
@@ -656,20 +641,27 @@ def reserve_attempt(wishes: Sequence[w.ReserveAttempt], effects: Effects) -> Ope
         rows: Rows = yield many(sql.RESERVE, list(reserves.values()))
         done = {row[0] for row in rows}
         missed = [index for index in reserves if wishes[index].id not in done]
-        yield from _refuse(wishes, missed, answers, w.Reserved("conflict"))
+        yield from _refuse(wishes, missed, answers)
     if settles:
-        settled = yield from _settle(list(settles.values()), effects)
-        missed = [index for index in settles if wishes[index].id not in settled]
-        yield from _refuse(wishes, missed, answers, w.Reserved("conflict"))
+        settled = yield from _or_error(_settle(list(settles.values()), effects))
+        if isinstance(settled, StoreUnavailable):
+            answers.update(dict.fromkeys(settles, settled))
+        else:
+            missed = [index for index in settles if wishes[index].id not in settled]
+            for index in settles:
+                # Recorded between our look and our write.
+                if index not in missed and settled[wishes[index].id].reason is None:
+                    answers[index] = w.Reserved("cancelled")
+            yield from _refuse(wishes, missed, answers)
     return [answers[index] for index in range(len(wishes))]
 
 
 def _refuse(
-    wishes: Sequence[Any], missed: Sequence[int], answers: dict[int, Any], refused: Any
+    wishes: Sequence[w.ReserveAttempt], missed: Sequence[int], answers: dict[int, Any]
 ) -> Operation[None]:
     if missed:
         claims = [(wishes[index].id, wishes[index].token) for index in missed]
-        refusals = yield from _refusals(claims, refused)
+        refusals = yield from _refusals(claims, w.Reserved("conflict"), w.Reserved("cancelled"))
         answers.update(zip(missed, refusals, strict=True))
 
 
@@ -694,10 +686,16 @@ def retry_job(wishes: Sequence[w.RetryJob], effects: Effects) -> Operation[list[
             requeues[index] = (wish.id, wish.token, verdict)
     yield from _requeue(requeues, answers, effects)
     if decides:
-        recorded = yield from decide(list(decides.values()), effects)
-        for index, result in zip(decides, recorded, strict=True):
+        recorded = yield from _or_error(decide(list(decides.values()), effects))
+        results: list[Any] = (
+            [recorded] * len(decides) if isinstance(recorded, StoreUnavailable) else recorded
+        )
+        for index, result in zip(decides, results, strict=True):
             if isinstance(result, Exception):
                 answers[index] = result
+            elif result.settle is not None and result.settle.outcome == Outcome.CANCELLED:
+                # Recorded between our look and our write, which it overruled.
+                answers[index] = w.Returned("cancelled")
             elif result.status == "recorded":
                 status = "completing" if decides[index].has_hook else "settled"
                 answers[index] = w.Returned(status, decides[index].settle.reason)
@@ -736,17 +734,36 @@ def _facts(ids: Sequence[str]) -> Operation[tuple[dict[str, ClaimFacts], int]]:
     return {row[0]: claim_facts(row) for row in facts}, clock[0][0]
 
 
-def _refusals(claims: Sequence[tuple[str, str]], refused: Any) -> Operation[list[Any]]:
+def _refusals(
+    claims: Sequence[tuple[str, str]], conflict: Any, cancelled: Any
+) -> Operation[list[Any]]:
     """Why guarded writes changed nothing: refused, or somebody's transaction has the row."""
-    facts, lease_now = yield from _facts([id for id, _ in claims])
-    return [
-        _locked(id) if id in facts and rules.is_held(facts[id], token, lease_now) else refused
-        for id, token in claims
-    ]
+    found = yield from _or_error(_facts([id for id, _ in claims]))
+    if isinstance(found, StoreUnavailable):
+        return [found] * len(claims)
+    facts, lease_now = found
+    refusals: list[Any] = []
+    for id, token in claims:
+        claim = facts.get(id)
+        if claim is None or not rules.is_held(claim, token, lease_now):
+            refusals.append(conflict)
+        elif claim.cancellation_id is not None:
+            refusals.append(cancelled)
+        else:
+            refusals.append(_locked(id))
+    return refusals
 
 
-def _locked(id: str) -> StoreUnavailable:
-    return StoreUnavailable(f"another transaction holds the row of job {id!r}; try again")
+def _locked(id: str) -> Locked:
+    return Locked(f"another transaction holds the row of job {id!r}; try again")
+
+
+def _or_error(operation: Operation[T]) -> Operation[T | StoreUnavailable]:
+    """Its answer or its error: what was written before it stands, and is to be answered."""
+    try:
+        return (yield from operation)
+    except StoreUnavailable as error:
+        return error
 
 
 def _requeue(
@@ -776,7 +793,7 @@ def _requeue(
         many(sql.REQUEUE, rows),
         many(sql.PROMOTE, ids),
     )
-    _promoted(raised, effects)
+    promoted(raised, effects)
     done: dict[str, Row] = {row[0]: row for row in returned}
     missed: dict[int, tuple[str, str]] = {}
     for index, (id, token, to) in requeues.items():
@@ -789,7 +806,9 @@ def _requeue(
         effects.moved(queue)
         answers[index] = w.Returned("queued", attempt_count=to.attempt_count)
     if missed:
-        refusals = yield from _refusals(list(missed.values()), w.Returned("conflict"))
+        refusals = yield from _refusals(
+            list(missed.values()), w.Returned("conflict"), w.Returned("cancelled")
+        )
         answers.update(zip(missed, refusals, strict=True))
 
 
@@ -805,7 +824,7 @@ def decide(wishes: Sequence[w.Decide], effects: Effects) -> Operation[list[Any]]
         many(sql.DECIDE, rows),
         many(sql.PROMOTE, ids),
     )
-    _promoted(raised, effects)
+    promoted(raised, effects)
     done: dict[str, Settle] = {}
     for id, queue, state, outcome, reason in recorded:
         done[id] = Settle(Outcome(outcome), reason)
@@ -813,13 +832,20 @@ def decide(wishes: Sequence[w.Decide], effects: Effects) -> Operation[list[Any]]
     missed = [wish.id for wish in wishes if wish.id not in done]
     facts: dict[str, ClaimFacts] = {}
     lease_now = 0
+    trouble: StoreUnavailable | None = None
     if missed:
-        facts, lease_now = yield from _facts(missed)
+        looked = yield from _or_error(_facts(missed))
+        if isinstance(looked, StoreUnavailable):
+            trouble = looked
+        else:
+            facts, lease_now = looked
     answers: list[Any] = []
     for wish in wishes:
         found = facts.get(wish.id)
         if wish.id in done:
             answers.append(w.Recorded("recorded", done[wish.id]))
+        elif trouble is not None:
+            answers.append(trouble)
         elif found is not None and rules.is_held(found, wish.token, lease_now):
             answers.append(_locked(wish.id))
         else:
@@ -841,18 +867,28 @@ def finish_completing(
         many(sql.FINISH, [(wish.id, wish.token) for wish in wishes]),
         many(sql.PROMOTE, ids),
     )
-    _promoted(raised, effects)
+    promoted(raised, effects)
     for id, queue in finished:
         effects.moved(queue, id)
     done = {row[0] for row in finished}
-    missed = [(wish.id,) for wish in wishes if wish.id not in done]
-    facts: dict[str, ClaimFacts] = {}
-    if missed:
-        facts = {row[0]: claim_facts(row) for row in (yield many(sql.READ_FACTS, missed))}
-    return [
-        "settled" if wish.id in done else rules.late_finish(facts.get(wish.id), wish.token)
-        for wish in wishes
-    ]
+    missed = [wish.id for wish in wishes if wish.id not in done]
+    if not missed:
+        return ["settled"] * len(wishes)
+    looked = yield from _or_error(_facts(missed))
+    answers: list[Any] = []
+    for wish in wishes:
+        if wish.id in done:
+            answers.append("settled")
+        elif isinstance(looked, StoreUnavailable):
+            answers.append(looked)
+        else:
+            found = looked[0].get(wish.id)
+            if found is not None and found.token == wish.token and found.state == "completing":
+                # A renewal that is under way, for one, holds the row for a moment.
+                answers.append(_locked(wish.id))
+            else:
+                answers.append(rules.late_finish(found, wish.token))
+    return answers
 
 
 def take_completing(
@@ -869,8 +905,24 @@ def take_completing(
             without=json.dumps(wish.without),
             dead=json.dumps(wish.dead),
         )
-        answers.append(completing_job(rows[0]) if rows else None)
+        answers.append((yield from _completing_or_settled(wish, rows, effects)))
     return answers
+
+
+def _completing_or_settled(
+    wish: w.TakeCompleting, rows: Rows, effects: Effects
+) -> Operation[CompletingJob | None]:
+    """The completion that was taken; one that cannot be read settles without its hook."""
+    if not rows:
+        return None
+    try:
+        return completing_job(rows[0])
+    except StoreInvalid:
+        # Its outcome is durable already, and there is no job to give to the hook.
+        finishing = w.FinishCompleting(rows[0][0], wish.token)
+        yield from finish_completing([finishing], effects)
+    (job,) = yield from take_completing([wish], effects)
+    return job
 
 
 # -- the supervisor's -----------------------------------------------------------------------------
@@ -882,8 +934,16 @@ def next_running_claim(
     answers: list[RunningJob | None] = []
     for wish in wishes:
         rows: Rows = yield one(sql.NEXT_RUNNING_CLAIM, after=wish.after, dead=json.dumps(wish.dead))
-        answers.append(running_job(rows[0]) if rows else None)
+        answers.append(_disappeared(rows[0]) if rows else None)
     return answers
+
+
+def _disappeared(row: Row) -> RunningJob:
+    try:
+        return running_job(row)
+    except StoreInvalid:
+        # A payload that cannot be read must not hide this job, and those behind it, from recovery.
+        return running_job(without_payload(row))
 
 
 def reconcile(wishes: Sequence[w.Reconcile], effects: Effects) -> Operation[list[w.Reconciled]]:
@@ -904,23 +964,15 @@ def _reconcile_one(wish: w.Reconcile, effects: Effects) -> Operation[w.Reconcile
         return w.Reconciled("untouched")
     verdict = rules.disappearance(claim_facts(rows[0]), clock[0][0])
     if isinstance(verdict, Settle):
-        settle = (wish.id, wish.token, verdict.outcome, verdict.reason)
-        settled = yield from _settle([settle], effects)
-        return w.Reconciled("settled" if settled else "untouched", verdict)
+        settles = [Settling(wish.id, wish.token, verdict, yields=True)]
+        settled = yield from _settle(settles, effects)
+        if wish.id not in settled:
+            return w.Reconciled("untouched", verdict)
+        return w.Reconciled("settled", settled[wish.id])
     answers: dict[int, Any] = {}
     yield from _requeue({0: (wish.id, wish.token, verdict)}, answers, effects, keeps=True)
     is_queued = isinstance(answers[0], w.Returned) and answers[0].status == "queued"
     return w.Reconciled("queued" if is_queued else "untouched")
-
-
-def prune(wishes: Sequence[w.Prune], effects: Effects) -> Operation[list[int]]:
-    answers: list[int] = []
-    for wish in wishes:
-        rows: Rows = yield one(
-            sql.PRUNE, before=wish.before, lane=wish.lane, queue=wish.queue, limit=wish.limit
-        )
-        answers.append(rows[0][0])
-    return answers
 
 
 Kind = Callable[[Any, Effects], Operation[list[Any]]]
@@ -938,13 +990,24 @@ OPERATIONS: dict[type[w.Wish[Any]], Kind] = {
     w.SettleCancelled: settle_cancelled,
     w.Reconcile: reconcile,
     w.PurgeQueue: purge_queue,
-    w.Prune: prune,
+    w.Prune: upkeep.prune,
+    w.ProtectSettled: upkeep.protect_settled,
+    w.ReleaseSettled: upkeep.release_settled,
+    w.RepairLost: upkeep.repair_lost,
+    w.Remove: upkeep.remove,
+    w.Import: upkeep.import_,
     w.Enqueue: enqueue,
     w.EnqueueMany: enqueue_many,
     w.EnqueueSelect: enqueue_select,
     w.TakeCompleting: take_completing,
     w.Claim: claim,
     w.NextRunningClaim: next_running_claim,
+    w.Export: upkeep.export,
+    w.CheckRows: upkeep.check_rows,
+    w.ReadExpired: upkeep.read_expired,
+    w.ReadLost: upkeep.read_lost,
+    w.ReadWaitingOnTime: upkeep.read_waiting_on_time,
+    w.ReadPlace: upkeep.read_place,
     w.Read: read,
     w.ReadQueueHead: read_queue_head,
     w.ReadLatestSettled: read_latest_settled,
@@ -964,7 +1027,13 @@ ORDER = {kind: position for position, kind in enumerate(OPERATIONS)}
 
 READS = frozenset(
     {
+        w.CheckRows,
+        w.Export,
         w.Inspect,
+        w.ReadExpired,
+        w.ReadLost,
+        w.ReadPlace,
+        w.ReadWaitingOnTime,
         w.NextRunningClaim,
         w.Read,
         w.ReadQueueHead,

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from datetime import datetime
+from typing import Any, cast
 
 from ._errors import InvalidJob, StoreInvalid
 from ._model import (
+    PRIORITY_LIMIT,
     CompletingJob,
     Outcome,
     QueuedJob,
@@ -15,6 +17,7 @@ from ._model import (
     SettledJob,
     StoredJob,
     check_integer,
+    check_reason,
     check_text,
     to_instant,
 )
@@ -41,11 +44,21 @@ ENCODED = 4
 """Where `JOB_COLUMNS` has the payload's text."""
 
 
+_GRAMMAR: dict[Any, set[tuple[bool, ...]]] = {
+    "queued": {(False, False, False, False)},
+    "running": {(True, True, False, False)},
+    "completing": {(True, True, True, False)},
+    # A settled job keeps its token, by which a late answer is known.
+    "settled": {(False, False, True, True), (True, False, True, True)},
+}
+"""Which of token, lease, outcome and instant of settling each state has."""
+
+
 def stored_job(row: Row) -> StoredJob:
     """The job in a row of `JOB_COLUMNS`."""
     try:
         return _stored_job(row)
-    except (InvalidJob, TypeError, ValueError) as error:
+    except (StoreInvalid, TypeError, ValueError) as error:
         raise StoreInvalid(f"the row of job {row[0]!r:.100} is invalid: {error}") from error
 
 
@@ -70,31 +83,46 @@ def _stored_job(row: Row) -> StoredJob:
         reason,
         settled_at,
     ) = row
+    present = tuple(each is not None for each in (token, lease_until, outcome, settled_at))
+    if present not in _GRAMMAR.get(state, ()):
+        raise ValueError(
+            f"state is {state!r} with token {token!r:.80}, lease until {lease_until!r:.80},"
+            f" outcome {outcome!r:.80} and settled at {settled_at!r:.80}"
+        )
+    reason = _reason(outcome, reason)
+    if token is not None:
+        check_text(token, "token")
+    if not isinstance(payload, str):
+        raise TypeError(f"payload is of type {type(payload).__name__}, not text")
     common: dict[str, Any] = {
         "id": check_text(id, "id"),
-        "queue": queue,
-        "lane": lane,
-        "priority": priority,
+        "queue": check_text(queue, "queue"),
+        "lane": check_text(lane, "lane"),
+        "priority": check_integer(priority, "priority", -PRIORITY_LIMIT, PRIORITY_LIMIT),
         "payload": decode_payload(payload),
-        "not_before": to_instant(not_before) if not_before else None,
+        "not_before": _instant(not_before, "not_before") if not_before != 0 else None,
         "recovery": _recovery(max_recoveries, recovery_window),
         "sequence": check_integer(sequence, "sequence", 1, 2**63 - 1),
-        "cancellation_id": cancellation_id,
-        "recovery_count": recovery_count,
-        "attempt_count": attempt_count,
+        "cancellation_id": (
+            None if cancellation_id is None else check_text(cancellation_id, "cancellation_id")
+        ),
+        "recovery_count": check_integer(recovery_count, "recovery_count", 0, 2**63 - 1),
+        "attempt_count": check_integer(attempt_count, "attempt_count", 0, 2**63 - 1),
     }
     match state:
         case "queued":
             return QueuedJob(**common)
         case "running":
             return RunningJob(
-                **common, token=check_text(token, "token"), lease_until=to_instant(lease_until)
+                **common,
+                token=cast("str", token),
+                lease_until=_instant(lease_until, "lease_until"),
             )
         case "completing":
             return CompletingJob(
                 **common,
-                token=check_text(token, "token"),
-                lease_until=to_instant(lease_until),
+                token=cast("str", token),
+                lease_until=_instant(lease_until, "lease_until"),
                 outcome=Outcome(outcome),
                 reason=reason,
             )
@@ -103,10 +131,25 @@ def _stored_job(row: Row) -> StoredJob:
                 **common,
                 outcome=Outcome(outcome),
                 reason=reason,
-                settled_at=to_instant(settled_at),
+                settled_at=_instant(settled_at, "settled_at"),
             )
         case _:
             raise ValueError(f"state is {state!r}")
+
+
+def _instant(value: Any, name: str) -> datetime:
+    return to_instant(check_integer(value, name, 0, 2**63 - 1))
+
+
+def _reason(outcome: Any, reason: Any) -> str | None:
+    if (reason is not None) != (outcome in (Outcome.FAILED, Outcome.INTERRUPTED)):
+        raise ValueError(f"outcome {outcome!r} has the reason {reason!r:.80}")
+    return None if reason is None else check_reason(reason)
+
+
+def without_payload(row: Row) -> Row:
+    """The row with null for its payload: for those who need the job and not its work."""
+    return [*row[:ENCODED], "null", *row[ENCODED + 1 :]]
 
 
 def settled_job(row: Row) -> SettledJob:

@@ -7,12 +7,13 @@ choose which rows are looked at, stores run them, and neither decides anything t
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator
 from typing import Literal, cast
 
 from attrs import frozen
 
-from ._errors import JobConflict
+from ._errors import InvalidJob, JobConflict, shown
 from ._model import (
     INSTANT_LIMIT,
     REASON_LIMIT,
@@ -342,3 +343,21 @@ def _described(error: BaseException) -> str:
     except Exception as broken:  # An exception's own text must not keep its job from ending.
         text = f"(its text raised {type(broken).__name__})"
     return f"{name}: {text}" if text else name
+
+
+# -- the settled feed -----------------------------------------------------------------------------
+
+_CURSOR = re.compile(r"([0-9]{1,19})\.([0-9]{1,19})")
+
+
+def feed_position(after: str | None) -> tuple[int, int]:
+    """Settle group and sequence behind a cursor of the settled feed; None: before the first."""
+    if after is None:
+        return (-1, 0)
+    match = _CURSOR.fullmatch(after) if isinstance(cast("object", after), str) else None
+    if match is None:
+        raise InvalidJob(f"after is {shown(after)}, not a cursor that `read_settled` returned")
+    group, sequence = int(match[1]), int(match[2])
+    if group >= 2**63 or sequence >= 2**63:
+        raise InvalidJob(f"after is {shown(after)}, beyond any cursor that `read_settled` returned")
+    return group, sequence

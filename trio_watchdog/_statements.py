@@ -59,6 +59,14 @@ def channel(schema: str) -> str:
     return f"{plain}_wake"[:63]
 
 
+def _identifier(name: str) -> str:
+    """A quoted identifier of PostgreSQL, free of anything a driver could take for a parameter."""
+    if all(c.isascii() and (c.isalnum() or c in "_- ") for c in name):
+        return f'"{name}"'
+    escaped = "".join(c if c.isascii() and c.isalnum() else f"\\+{ord(c):06x}" for c in name)
+    return f'U&"{escaped}"'
+
+
 @frozen(eq=False)
 class Statement:
     """One SQL text, or one for each database where they must differ. Empty: nothing to do."""
@@ -88,8 +96,7 @@ class Dialect:
         """The quoted name of a table."""
         if self.name == "sqlite":
             return f"watchdog_{name}"
-        quoted = self.schema.replace('"', '""')
-        return f'"{quoted}".{name}'
+        return f"{_identifier(self.schema)}.{name}"
 
     def text(self, statement: Statement) -> str:
         """The statement in this dialect, with ``:name`` parameters in the driver's style."""
@@ -118,6 +125,7 @@ class Dialect:
             "jobs": self.table("jobs"),
             "meta": self.table("meta"),
             "recheck": self.table("recheck"),
+            "readers": self.table("readers"),
             "now": clock if self.clock_in_sql else self._clock("now"),
             "lease_now": clock if self.clock_in_sql else self._clock("lease_now"),
             # A key of 64 bits may be another queue's, or an application's: one waits for nothing
@@ -182,12 +190,12 @@ class Dialect:
 
 # -- schema ---------------------------------------------------------------------------------------
 
-_FIRST_OF_QUEUE = """(
+FIRST_OF_QUEUE = """(
         select q.sequence from {jobs} q where q.queue = x.queue and q.state = 'queued'
         order by q.priority desc, q.sequence limit 1)"""
 
 # A scalar subquery, for PostgreSQL would turn NOT EXISTS into a join and read every running row.
-_IS_FREE = """(
+IS_FREE = """(
         select r.sequence from {jobs} r where r.queue = x.queue
         and r.state in ('running', 'completing') limit 1) is null"""
 
@@ -237,11 +245,17 @@ _COLUMNS = """
 
 # SQLite keeps any type in any column, so there the types are part of the grammar.
 _SQLITE_TYPES = """,
-    check (typeof(priority) = 'integer' and typeof(not_before) = 'integer'
-        and typeof(id) = 'text' and typeof(queue) = 'text' and typeof(lane) = 'text'
-        and typeof(payload) = 'text' and typeof(attempt_count) = 'integer'
-        and typeof(recovery_count) = 'integer' and typeof(token) in ('text', 'null')
+    check (typeof(id) = 'text' and typeof(queue) = 'text' and typeof(lane) = 'text'
+        and typeof(payload) = 'text' and typeof(state) = 'text'
+        and typeof(token) in ('text', 'null') and typeof(owner) in ('text', 'null')
+        and typeof(cancellation_id) in ('text', 'null') and typeof(reason) in ('text', 'null')
+        and typeof(priority) = 'integer' and typeof(not_before) = 'integer'
+        and typeof(attempt_count) = 'integer' and typeof(attempt_open) = 'integer'
+        and typeof(recovery_count) = 'integer'
         and typeof(lease_until) in ('integer', 'null')
+        and typeof(window_began_at) in ('integer', 'null')
+        and typeof(settled_group) in ('integer', 'null')
+        and typeof(settled_at) in ('integer', 'null')
         and typeof(max_recoveries) in ('integer', 'null')
         and typeof(recovery_window) in ('integer', 'null'))"""
 
@@ -276,6 +290,12 @@ CREATE_RECHECK = Statement(
     "note bigint generated always as identity, queue text not null)",
 )
 
+CREATE_READERS = Statement(
+    "create readers",
+    """create table {readers} (
+    name text primary key, settled_group {integer} not null, sequence {integer} not null)""",
+)
+
 _INDEXES = {
     "ready": "(lane, priority desc, sequence) where hint = 'ready' and cancellation_id is null",
     "deferred": "(not_before) where hint = 'deferred'",
@@ -305,7 +325,7 @@ CREATE_INDEXES = tuple(
     }.items()
 )
 
-CREATE_SCHEMA = (CREATE_META, CREATE_JOBS, CREATE_RECHECK, *CREATE_INDEXES)
+CREATE_SCHEMA = (CREATE_META, CREATE_JOBS, CREATE_RECHECK, CREATE_READERS, *CREATE_INDEXES)
 
 WRITE_META = Statement(
     "write meta",
@@ -425,7 +445,7 @@ READ_OWNERS = Statement(
 
 READ_WAKE_STATE = Statement(
     "read wake state",
-    """with clock as (
+    sqlite="""with clock as (
     select coalesce(cast(:at as bigint), {now}) as due_at,
         {lease_now} + coalesce(cast(:at as bigint) - {now}, 0) as lease_at)
 select
@@ -435,26 +455,92 @@ select
         and state in ('queued', 'running'))
     or exists (select 1 from {jobs} x where x.hint = 'ready' and x.cancellation_id is null
         and x.not_before <= due_at and x.sequence = """
-    + _FIRST_OF_QUEUE
+    + FIRST_OF_QUEUE
     + " and "
-    + _IS_FREE
+    + IS_FREE
     + """)
     or exists (select 1 from {jobs} x where x.hint = 'deferred'
         and x.not_before <= due_at and x.sequence = """
-    + _FIRST_OF_QUEUE
+    + FIRST_OF_QUEUE
     + " and "
-    + _IS_FREE
+    + IS_FREE
     + """),
     (select min(lease_until) - lease_at + due_at from {jobs}
         where state in ('running', 'completing') and lease_until > lease_at),
     (select x.not_before from {jobs} x where x.hint = 'deferred' and x.not_before > due_at
         and x.cancellation_id is null and x.sequence = """
-    + _FIRST_OF_QUEUE
+    + FIRST_OF_QUEUE
     + " and "
-    + _IS_FREE
+    + IS_FREE
     + """
-        order by x.not_before limit 1)
+        order by x.not_before limit 1),
+    (select min(x.not_before) from {jobs} x where cast(:at as bigint) < {now}
+        and x.hint = 'ready' and x.cancellation_id is null and x.not_before > due_at
+        and x.sequence = """
+    # For an instant that is past: what is ready by now was not then.
+    + FIRST_OF_QUEUE
+    + " and "
+    + IS_FREE
+    + """)
 from clock""",
+    # Differs by necessity: here hints may be wrong, and any number of rows that are blocked stand
+    # before the first that is not. So it looks at a hundred rows, then at the heads of a thousand
+    # queues, and at everything only if that did not tell.
+    postgres="""with recursive clock as {materialized} (
+    select coalesce(cast(:at as bigint), {now}) as due_at,
+        {lease_now} + coalesce(cast(:at as bigint) - {now}, 0) as lease_at),
+ready as {materialized} (select x.queue, x.sequence, x.not_before from {jobs} x
+    where x.hint = 'ready' and x.cancellation_id is null limit 100),
+due as {materialized} (select x.queue, x.sequence from {jobs} x
+    where x.hint = 'deferred' and x.not_before <= (select due_at from clock)
+    order by x.not_before limit 100),
+later as {materialized} (select x.queue, x.sequence, x.not_before, x.cancellation_id
+    from {jobs} x where x.hint = 'deferred' and x.not_before > (select due_at from clock)
+    order by x.not_before limit 100),
+walk(queue, n) as (
+    select * from (select q.queue, 1 from {jobs} q where q.state = 'queued'
+        order by q.queue limit 1) first_queue
+    union all
+    select (select q.queue from {jobs} q where q.state = 'queued' and q.queue > walk.queue
+        order by q.queue limit 1), walk.n + 1
+    from walk where walk.queue is not null and walk.n <= 1000),
+heads as {materialized} (
+    select x.* from walk cross join lateral (
+        select h.queue, h.hint, h.not_before, h.cancellation_id from {jobs} h
+        where h.queue = walk.queue and h.state = 'queued'
+        order by h.priority desc, h.sequence limit 1) x
+    where """
+    + IS_FREE
+    + """)
+select
+    exists (select 1 from {jobs} where state in ('running', 'completing')
+        and lease_until <= lease_at)
+    or exists (select 1 from {jobs} where cancellation_id is not null
+        and state in ('queued', 'running'))
+    or exists (select 1 from ready x where x.not_before <= due_at and $first)
+    or exists (select 1 from due x where $first)
+    or case when (select count(*) from ready) + (select count(*) from due) < 100 then false
+        when exists (select 1 from heads where hint in ('ready', 'deferred')
+            and cancellation_id is null and not_before <= due_at) then true
+        when (select max(n) from walk) <= 1000 then false
+        else exists (select 1 from {jobs} x where x.hint = 'ready'
+                and x.cancellation_id is null and x.not_before <= due_at and $first)
+            or exists (select 1 from {jobs} x where x.hint = 'deferred'
+                and x.not_before <= due_at and $first) end,
+    (select min(lease_until) - lease_at + due_at from {jobs}
+        where state in ('running', 'completing') and lease_until > lease_at),
+    coalesce(
+        (select x.not_before from later x where x.cancellation_id is null and $first
+            order by x.not_before limit 1),
+        case when (select count(*) from later) < 100 then null
+            when (select max(n) from walk) <= 1000 then (select min(not_before) from heads
+                where hint = 'deferred' and cancellation_id is null and not_before > due_at)
+            else (select x.not_before from {jobs} x where x.hint = 'deferred'
+                and x.not_before > due_at and x.cancellation_id is null and $first
+                order by x.not_before limit 1) end),
+    (select min(x.not_before) from {jobs} x where cast(:at as bigint) < {now}
+        and x.hint = 'ready' and x.cancellation_id is null and x.not_before > due_at and $first)
+from clock""".replace("$first", "x.sequence = " + FIRST_OF_QUEUE + " and " + IS_FREE),
     writes=False,
 )
 
@@ -494,18 +580,16 @@ _READY = """(
 # each row of the window instead of looking the row up.
 _CLAIMABLE = (
     "coalesce(x.hint, '') = 'ready' and x.cancellation_id is null and x.not_before <= {now}"
-    "\n        and x.sequence = " + _FIRST_OF_QUEUE + "\n        and " + _IS_FREE
+    "\n        and x.sequence = " + FIRST_OF_QUEUE + "\n        and " + IS_FREE
 )
 
 _CLAIM_SET = """update {jobs} as j set state = 'running', hint = null, token = c.token,
     owner = c.owner, lease_until = {lease_now} + c.lease,
     attempt_count = j.attempt_count + c.counts, attempt_open = c.counts"""
 
-CLAIM = Statement(
-    "claim",
-    columns="lane text, token text, owner text, lease bigint, counts bigint",
-    # Differs by necessity: SQLite has no LATERAL, but a correlated subquery may be an array.
-    sqlite=_CLAIM_SET
+# Differs by necessity: SQLite has no LATERAL, but a correlated subquery may be an array.
+_CLAIM_SQLITE = (
+    _CLAIM_SET
     + """
 from (
     with wish as {materialized} (
@@ -524,9 +608,12 @@ from (
     select look.sequence, wish.token, wish.owner, wish.lease, wish.counts
     from look join wish on wish.lane = look.lane and wish.rank = look.rank) c
 where j.sequence = c.sequence
-returning {j_job_columns}, {j}attempt_open""",
-    # Ordered by queue, so that two claims wait for each other at the unique index in one order.
-    postgres=_CLAIM_SET
+returning {j_job_columns}, {j}attempt_open"""
+)
+
+# Ordered by queue, so that two claims wait for each other at the unique index in one order.
+_CLAIM_POSTGRES = (
+    _CLAIM_SET
     + """
 from (
     with wish as {materialized} (
@@ -538,18 +625,43 @@ from (
         cross join lateral (
             select x.sequence, x.queue, x.priority
             from """
-    + _READY.replace("$limit", ":window")
+    # In the order of the index: it looks no further than the first rows that will do.
+    + _READY.replace("select r.sequence", "select r.sequence, r.priority")
     + """ w
             join {jobs} x on x.sequence = w.sequence
             where """
     + _CLAIMABLE
     + """
-            order by x.priority desc, x.sequence limit l.wanted {skip_locked}) v)
+            order by w.priority desc, w.sequence limit l.wanted {skip_locked}) v)
     select look.sequence, wish.token, wish.owner, wish.lease, wish.counts
     from look join wish on wish.lane = look.lane and wish.rank = look.rank
     order by look.queue) c
 where j.sequence = c.sequence
-returning {j_job_columns}, {j}attempt_open""",
+returning {j_job_columns}, {j}attempt_open"""
+)
+
+_CLAIM_COLUMNS = "lane text, token text, owner text, lease bigint, counts bigint"
+
+CLAIM = Statement(
+    "claim",
+    columns=_CLAIM_COLUMNS,
+    sqlite=_CLAIM_SQLITE,
+    postgres=_CLAIM_POSTGRES.replace("$limit", ":window"),
+)
+
+CLAIM_BEYOND = Statement(
+    "claim beyond",
+    columns=_CLAIM_COLUMNS,
+    sqlite=_CLAIM_SQLITE,
+    # After LOCK_LOWERING, and far beyond the window: past the queues that it found blocked, of
+    # which there may be more rows than were lowered now, and past the rows that somebody's open
+    # transaction holds.
+    postgres=_CLAIM_POSTGRES.replace(
+        "order by r.priority desc, r.sequence limit $limit",
+        """and r.queue not in (select json_array_elements_text(
+            cast(current_setting('watchdog.blocked') as json)))
+        order by r.priority desc, r.sequence limit 100000""",
+    ),
 )
 
 READ_READY_LANES = Statement(
@@ -579,14 +691,15 @@ READ_CLAIMED = Statement(
     writes=False,
 )
 
-_IS_BLOCKED = "not (" + _IS_FREE + " and x.sequence = " + _FIRST_OF_QUEUE + ")"
+_IS_BLOCKED = "not (" + IS_FREE + " and x.sequence = " + FIRST_OF_QUEUE + ")"
 
 LOCK_LOWERING = Statement(
     "lock lowering",
     columns="lane text",
     sqlite="",
     # Tries, and never waits: whoever holds a lock is about to free that queue. What it got goes
-    # to the next statement through a setting that ends with the transaction.
+    # to the next statements through settings that end with the transaction. A few hundred at
+    # most, for each takes a slot of the server's lock table.
     postgres="""with blocked as {materialized} (
     select distinct x.queue from {rows} l
     cross join lateral """
@@ -594,10 +707,12 @@ LOCK_LOWERING = Statement(
     + """ w join {jobs} x on x.sequence = w.sequence
     where """
     + _IS_BLOCKED
-    + """),
+    + """ limit 256),
 got as {materialized} (
     select queue from blocked where pg_try_advisory_xact_lock({queue_key}))
 select (select count(*) from blocked) - (select count(*) from got),
+    set_config('watchdog.blocked',
+        coalesce((select json_agg(queue) from blocked), '[]')::text, true),
     set_config('watchdog.lowering',
         coalesce((select json_agg(queue) from got), '[]')::text, true)""",
 )
@@ -605,25 +720,30 @@ select (select count(*) from blocked) - (select count(*) from got),
 LOWER = Statement(
     "lower",
     columns="lane text",
-    sqlite="""update {jobs} set hint = 'lowered' where sequence in (
+    # What is not due after all, since the clock was set back, must not fill the window either.
+    sqlite="""update {jobs} set hint = case when not_before > {now} then 'deferred' else 'lowered' end
+where sequence in (
     select x.sequence from {rows} l
     cross join json_each((select json_group_array(sequence) from """
     + _READY.replace("$limit", "1000")
     + """)) w
     cross join {jobs} x on x.sequence = w.value
-    where """
+    where x.not_before > {now} or """
     + _IS_BLOCKED
     + ")",
-    postgres="""update {jobs} set hint = 'lowered' where sequence in (
+    # The stager looks after deferred rows, whoever frees their queue: that needs no lock.
+    postgres="""update {jobs}
+set hint = case when not_before > {now} then 'deferred' else 'lowered' end
+where sequence in (
     select x.sequence from {rows} l
     cross join lateral """
     + _READY.replace("$limit", "1000")
     + """ w join {jobs} x on x.sequence = w.sequence
-    where coalesce(x.hint, '') = 'ready' and x.queue in (
+    where coalesce(x.hint, '') = 'ready' and (x.not_before > {now} or x.queue in (
         select json_array_elements_text(cast(current_setting('watchdog.lowering') as json)))
     and """
     + _IS_BLOCKED
-    + " {skip_locked})",
+    + ") {skip_locked})",
     counts=True,
 )
 
@@ -638,7 +758,7 @@ _PROMOTE_SQLITE = (
     select (select q.sequence from {jobs} q where q.queue = x.queue and q.state = 'queued'
         order by q.priority desc, q.sequence limit 1)
     from ($freed) x where """
-    + _IS_FREE
+    + IS_FREE
     + """)
 returning lane, hint, not_before"""
 )
@@ -647,9 +767,9 @@ returning lane, hint, not_before"""
 _PROMOTE_POSTGRES = (
     """with head as {materialized} (
     select x.queue, """
-    + _FIRST_OF_QUEUE
+    + FIRST_OF_QUEUE
     + """ as sequence from ($freed) x where """
-    + _IS_FREE
+    + IS_FREE
     + """),
 got as {materialized} (
     select x.sequence from head join {jobs} x on x.sequence = head.sequence
@@ -665,7 +785,7 @@ noted as (
 select lane, hint, not_before from raised
 union all
 select x.lane, x.hint, x.not_before from head join {jobs} x on x.sequence = head.sequence
-where x.hint = 'ready'"""
+where x.hint in ('ready', 'deferred')"""
 )
 
 _QUEUES_OF_ROWS = "select distinct j.queue from {rows} w join {jobs} j on j.id = w.id"
@@ -685,13 +805,15 @@ PROMOTE_QUEUE = Statement(
 
 LOCK_QUEUES = Statement(
     "lock queues",
-    columns="id text",
+    # A row gives the id of a job, or the queue itself.
+    columns="id text, queue text",
     sqlite="",
     # Sorted, and all of a transaction in one statement, so that two never wait in a circle.
     postgres="""select pg_advisory_xact_lock(key) from (
-    select distinct {queue_key} as key from ("""
-    + _QUEUES_OF_ROWS
-    + ") freed order by key) keys",
+    select distinct {queue_key} as key from (
+        select coalesce(j.queue, w.queue) as queue
+        from {rows} w left join {jobs} j on j.id = w.id) freed
+    order by key) keys""",
 )
 
 LOCK_QUEUE = Statement(
@@ -731,25 +853,6 @@ PROMOTE_NOTED = Statement(
     ),
 )
 
-FIND_LOST = Statement(
-    "find lost",
-    # The invariant: no first row is lowered while nothing of its queue runs and no note says so.
-    sqlite="""select x.id, x.queue from {jobs} x where x.hint = 'lowered'
-    and x.sequence = """
-    + _FIRST_OF_QUEUE
-    + " and "
-    + _IS_FREE,
-    postgres="""select x.id, x.queue from (
-    select distinct queue from {jobs} where state = 'queued' and hint = 'lowered') f
-    join {jobs} x on x.queue = f.queue and x.state = 'queued' and x.hint = 'lowered'
-        and x.cancellation_id is null and x.sequence = """
-    + _FIRST_OF_QUEUE
-    + """
-    where """
-    + _IS_FREE
-    + " and not exists (select 1 from {recheck} n where n.queue = x.queue)",
-    writes=False,
-)
 
 # -- what the holder of a claim writes ------------------------------------------------------------
 
@@ -772,7 +875,7 @@ RESERVE = Statement(
     not_before = {least}({now} + c.delay, {instant_limit}) from (
     select x.sequence, w.attempt_count, w.delay from {rows} w join {jobs} x on """
     + _HELD
-    + """ {skip_locked}) c
+    + """ and x.cancellation_id is null {skip_locked}) c
 where j.sequence = c.sequence
 returning {j}id""",
     columns="id text, token text, attempt_count bigint, delay bigint",
@@ -840,15 +943,20 @@ returning {j}id, {j}queue""",
 SETTLE = Statement(
     "settle",
     # The token, not the id alone: by now the row may belong to a newer claim, or to none.
-    """update {jobs} as j set state = 'settled', hint = null, outcome = c.outcome,
-    reason = c.reason, owner = null, lease_until = null, attempt_open = 0,
+    """update {jobs} as j set state = 'settled', hint = null,
+    outcome = case when c.yields = 1 and j.cancellation_id is not null then 'cancelled'
+        else c.outcome end,
+    reason = case when c.yields = 1 and j.cancellation_id is not null then null
+        else c.reason end,
+    owner = null, lease_until = null, attempt_open = 0,
     settled_group = {settle_group}, settled_at = {now}
-from (select x.sequence, w.outcome, w.reason from {rows} w join {jobs} x
+from (select x.sequence, w.outcome, w.reason, w.yields from {rows} w join {jobs} x
     on x.id = w.id and x.state in ('queued', 'running')
-    and coalesce(x.token, '') = coalesce(w.token, '') {skip_locked}) c
+    and coalesce(x.token, '') = coalesce(w.token, '')
+    and x.sequence = coalesce(w.sequence, x.sequence) {skip_locked}) c
 where j.sequence = c.sequence
-returning {j}id, {j}queue""",
-    columns="id text, token text, outcome text, reason text",
+returning {j}id, {j}queue, {j}outcome, {j}reason""",
+    columns="id text, token text, outcome text, reason text, sequence bigint, yields bigint",
 )
 
 READ_CANCELLATION = Statement(
@@ -869,15 +977,15 @@ SET_CANCELLATION = Statement(
 
 FIND_CANCELLED = Statement(
     "find cancelled",
-    """select id, lane from {jobs} where cancellation_id is not null
-    and state in ('queued', 'running') and state = 'queued'
+    """select id, sequence from {jobs} where cancellation_id is not null
+    and state in ('queued', 'running') and token is null
     and (cast(:lane as text) is null or lane = :lane) order by sequence limit :limit""",
     writes=False,
 )
 
 FIND_LANE = Statement(
     "find lane",
-    """select id, token from (
+    """select id, token, sequence from (
     select 0 as rank, id, token, sequence from {jobs}
         where state in ('running', 'completing') and state = 'running' and lane = :lane
     union all
@@ -898,9 +1006,10 @@ _DISAPPEARED = "(lease_until <= {lease_now} or owner in {dead_list})"
 NEXT_RUNNING_CLAIM = Statement(
     "next running claim",
     """select {job_columns} from {jobs} where state in ('running', 'completing')
-    and state = 'running' and sequence > :after and """
+    and state = 'running' and sequence + 0 > :after and """
     + _DISAPPEARED
-    + " order by sequence limit 1",
+    # `+ 0`: else SQLite walks over the whole table in this order, settled rows and all.
+    + " order by sequence + 0 limit 1",
     writes=False,
 )
 
@@ -922,16 +1031,6 @@ where sequence = (
     + """
         and (cast(:lanes as text) is null or lane in {lanes_list})
         and lane not in {without_list}
-    order by x.sequence limit 1 {skip_locked})
+    order by x.sequence + 0 limit 1 {skip_locked})
 returning {job_columns}""",
-)
-
-PRUNE = Statement(
-    "prune",
-    """delete from {jobs} where sequence in (
-    select x.sequence from {jobs} x where x.state = 'settled' and x.settled_at < :before
-        and (cast(:lane as text) is null or x.lane = :lane)
-        and (cast(:queue as text) is null or x.queue = :queue)
-    order by x.settled_group, x.sequence limit :limit {skip_locked})""",
-    counts=True,
 )

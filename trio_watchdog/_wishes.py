@@ -352,6 +352,19 @@ class SettleCancelled(Wish[list[str]]):
 
 
 @frozen
+class ReadLost(Wish[list[str]]):
+    """Jobs that are first of a free queue and that no claim would find: always none.
+
+    Looks at every queued row, so ask now and then, not often.
+    """
+
+
+@frozen
+class RepairLost(Wish[list[str]]):
+    """Let the jobs that `ReadLost` names be found; says which they were."""
+
+
+@frozen
 class ReadOwners(Wish[list[str]]):
     """The owners named by running and completing rows."""
 
@@ -361,9 +374,139 @@ class ReadOwners(Wish[list[str]]):
 
 @frozen
 class Prune(Wish[int]):
-    """Delete up to ``limit`` settled jobs that settled before ``before`` (ms); says how many."""
+    """Delete some of the oldest settled jobs; says how many, 0 when there is nothing more to do.
 
-    before: int
+    Of the lane or queue, if one is named: those that settled before ``before`` (ms), and those
+    beyond the newest ``keep``, where either is given. Never one that a protected reader of the
+    feed has still to read. Looks at up to ``limit`` of them.
+    """
+
+    before: int | None = None
+    keep: int | None = None
     lane: str | None = None
     queue: str | None = None
     limit: int = 1000
+
+
+@frozen
+class ProtectSettled(Wish[None]):
+    """Keep settled jobs after ``after`` (None: all) from being pruned, for the reader ``name``."""
+
+    name: str
+    after: str | None
+
+
+@frozen
+class ReleaseSettled(Wish[bool]):
+    """End a reader's protection; says whether there was one."""
+
+    name: str
+
+
+# -- moving to another database -------------------------------------------------------------------
+
+
+@frozen
+class Exported:
+    """Unsettled jobs as rows of `_statements.MOVED_COLUMNS`, and the last one's sequence."""
+
+    rows: list[tuple[Any, ...]]
+    last: int
+
+
+@frozen
+class Export(Wish[Exported]):
+    """Queued and completing jobs in order of admission, after ``after``."""
+
+    after: int = 0
+    limit: int = 500
+
+
+@frozen
+class Import(Wish[int]):
+    """Admit exported jobs with all their counters; those that are there stay as they are."""
+
+    rows: Sequence[tuple[Any, ...]]
+
+
+@frozen
+class Remove(Wish[int]):
+    """Delete exported jobs from where they came; says how many."""
+
+    ids: Sequence[str]
+
+
+# -- looking for trouble --------------------------------------------------------------------------
+
+
+@frozen
+class Checked:
+    """Ids and faults of rows that break the grammar, among ``count`` rows up to ``last``."""
+
+    faults: list[tuple[str, str]]
+    count: int
+    last: int
+
+
+@frozen
+class CheckRows(Wish[Checked]):
+    """Read unsettled rows after ``after``, for what is wrong with them."""
+
+    after: int = 0
+    limit: int = 500
+
+
+@frozen
+class Trouble:
+    """A job that stands in the way: for ``seconds`` already, or for so long still."""
+
+    id: str
+    queue: str
+    lane: str
+    state: str
+    seconds: float
+    waiting: int = 0
+    """Jobs of its queue behind it."""
+
+
+@frozen
+class ReadExpired(Wish[list[Trouble]]):
+    """Claims whose lease is over and that nobody has decided about."""
+
+    limit: int = 20
+
+
+@frozen
+class ReadWaitingOnTime(Wish[list[Trouble]]):
+    """Heads that are not due yet, and have others waiting behind them; the latest first."""
+
+    limit: int = 20
+
+
+@frozen
+class Place:
+    """Where a job stands: seconds until it is due and its lease ends, and how many go before."""
+
+    due_in: float
+    lease_for: float | None
+    ahead_in_queue: int
+    ahead_in_lane: int
+
+
+@frozen
+class ReadPlace(Wish[Place | None]):
+    """Where a job stands, or None if it is missing."""
+
+    id: str
+
+
+@frozen
+class ReadLost(Wish[list[tuple[str, str]]]):
+    """Jobs (id, queue) that go first in their queue and that no claim would look at: none."""
+
+
+@frozen
+class RepairLost(Wish[int]):
+    """Make the first job of a queue claimable again, should it be lost; says how many."""
+
+    queue: str

@@ -1,0 +1,51 @@
+"""A server for the tests: the one named in WATCHDOG_TEST_POSTGRES, or a fresh one."""
+
+from __future__ import annotations
+
+import os
+import secrets
+from collections.abc import Callable, Iterator
+from urllib.parse import urlsplit
+
+import psycopg
+import pytest
+
+from tests.postgres.server import PostgresServer
+
+
+@pytest.fixture(scope="session")
+def postgres_url() -> Iterator[str]:
+    """The URL of a running server, as a superuser. Shared: do not stop it, do not fill it."""
+    if url := os.environ.get("WATCHDOG_TEST_POSTGRES"):
+        yield url
+        return
+    with PostgresServer() as server:
+        yield server.url
+
+
+@pytest.fixture
+def postgres_database(postgres_url: str) -> Iterator[str]:
+    """The URL of an empty database, dropped afterwards with whoever is still connected."""
+    name = f"test_{secrets.token_hex(6)}"
+    with psycopg.connect(postgres_url, autocommit=True) as connection:
+        connection.execute(f"create database {name}")
+        try:
+            yield urlsplit(postgres_url)._replace(path=f"/{name}").geturl()
+        finally:
+            connection.execute(f"drop database {name} with (force)")
+
+
+@pytest.fixture
+def start_server() -> Iterator[Callable[..., PostgresServer]]:
+    """Start a server of one's own, to stop, freeze or kill: `start_server(fsync="off")`."""
+    servers: list[PostgresServer] = []
+
+    def start(**settings: str) -> PostgresServer:
+        server = PostgresServer(**settings)
+        servers.append(server)
+        server.start()
+        return server
+
+    yield start
+    for server in servers:
+        server.close()

@@ -1,0 +1,51 @@
+"""Every promise of a store, on PostgreSQL."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Iterator
+from typing import get_args
+from urllib.parse import urlsplit
+
+import psycopg
+import pytest
+
+from tests.postgres.makers import Mode, PostgresMaker
+from trio_watchdog.testing import STORE_CHECKS, StoreCheck, missing_capabilities
+
+# Behind a pooler there are no notifications: the runtime polls instead (see test_connections).
+NEED_NOTIFICATIONS = {"what_another_store_does_is_reported"}
+
+CASES = [
+    (check, mode)
+    for check in STORE_CHECKS
+    for mode in get_args(Mode)
+    if not (mode == "pooler" and check.__name__ in NEED_NOTIFICATIONS)
+]
+
+
+@pytest.fixture(scope="module")
+def makers(postgres_url: str) -> Iterator[dict[str, PostgresMaker]]:
+    name = f"test_{secrets.token_hex(6)}"
+    with psycopg.connect(postgres_url, autocommit=True) as connection:
+        connection.execute(f"create database {name}".encode())
+        # The promises are about what happens, not about a power failure.
+        connection.execute(f"alter database {name} set synchronous_commit = off".encode())
+        url = urlsplit(postgres_url)._replace(path=f"/{name}").geturl()
+        try:
+            yield {mode: PostgresMaker(url, mode) for mode in get_args(Mode)}
+        finally:
+            connection.execute(f"drop database {name} with (force)".encode())
+
+
+@pytest.mark.parametrize(
+    ("check", "mode"), CASES, ids=[f"{check.__name__}-{mode}" for check, mode in CASES]
+)
+async def test_store(check: StoreCheck, mode: Mode, makers: dict[str, PostgresMaker]) -> None:
+    await check(makers[mode])
+
+
+def test_postgres_stores_are_spared_no_check(makers: dict[str, PostgresMaker]) -> None:
+    for maker in makers.values():
+        assert [c.__name__ for c in STORE_CHECKS if missing_capabilities(c, maker)] == []
+    assert NEED_NOTIFICATIONS <= {check.__name__ for check in STORE_CHECKS}

@@ -1,0 +1,146 @@
+"""`tick`: one step of work for hosts that are woken from outside."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+import pytest
+import trio
+
+from trio_watchdog import (
+    OTHERS,
+    CompletingJob,
+    Job,
+    Lanes,
+    QueuedJob,
+    Recovery,
+    RunningJob,
+    SettledJob,
+)
+from trio_watchdog._model import to_instant
+from trio_watchdog._rules import Settle
+
+
+@pytest.fixture
+def ran():
+    return []
+
+
+@pytest.fixture
+def lanes(ran):
+    lanes = Lanes()
+
+    async def hook(job: CompletingJob):
+        ran.append(("hook", job.id))
+
+    @lanes.lane("mail", on_completing=hook)
+    async def mail(job: RunningJob):
+        ran.append(("mail", job.id))
+        await trio.sleep(1)
+
+    @lanes.lane(OTHERS)
+    async def others(job: RunningJob):
+        ran.append(("others", job.id))
+
+    return lanes
+
+
+async def test_a_tick_runs_one_job_to_its_end(open_it, lanes, ran, store):
+    async with open_it() as watchdog:
+        await watchdog.enqueue_many([Job("mail", id="a"), Job("mail", id="b")])
+        result = await watchdog.tick(lanes)
+        assert (result.action, result.job_id) == ("ran", "a")
+        assert result.wake.pending
+        assert isinstance(await watchdog.read("a"), SettledJob)
+        assert isinstance(await watchdog.read("b"), QueuedJob)
+        assert (await watchdog.tick(lanes)).job_id == "b"
+        result = await watchdog.tick(lanes)
+        assert (result.action, result.job_id, result.wake.pending) == ("idle", None, False)
+    assert ran == [("mail", "a"), ("hook", "a"), ("mail", "b"), ("hook", "b")]
+
+
+async def test_a_tick_gives_other_lanes_to_others_and_named_ones_never(open_it, lanes, ran):
+    async with open_it() as watchdog:
+        await watchdog.enqueue_many([Job("fax", id="f"), Job("mail", id="m")])
+        while (await watchdog.tick(lanes)).action != "idle":
+            pass
+    assert sorted(ran) == [("hook", "m"), ("mail", "m"), ("others", "f")]
+
+
+async def test_an_idle_tick_says_when_to_come_again(open_it, lanes, store):
+    async with open_it() as watchdog:
+        due = to_instant(store.now()) + timedelta(seconds=90)
+        await watchdog.enqueue(Job("mail", not_before=due))
+        result = await watchdog.tick(lanes)
+        assert (result.action, result.wake.next_wake_at) == ("idle", due)
+
+
+async def test_a_tick_finishes_a_completing_job_first(open_it, lanes, ran, store):
+    await store.enqueue_many([Job("mail", id="c"), Job("mail", id="q")])
+    await store.claim("mail", "dead", lease=1000)
+    await store.decide("c", "dead", Settle("failed", "no stamps"), has_hook=True)
+    await trio.sleep(2)
+    async with open_it() as watchdog:
+        result = await watchdog.tick(lanes)
+        assert (result.action, result.job_id) == ("completed", "c")
+        assert (await watchdog.read("c")).state == "settled"
+    assert ran == [("hook", "c")]
+
+
+async def test_a_tick_reconciles_one_disappeared_claim(open_it, lanes, ran, store):
+    await store.enqueue_many([Job("mail", id=id, recovery=Recovery(1)) for id in "ab"])
+    await store.claim("mail", "dead-a", lease=1000)
+    await store.claim("mail", "dead-b", lease=1000)
+    await trio.sleep(2)
+    async with open_it() as watchdog:
+        for id in "ab":
+            result = await watchdog.tick(lanes)
+            assert (result.action, result.job_id) == ("reconciled", id)
+        assert (await watchdog.tick(lanes)).action == "ran"
+    assert ran[0] == ("mail", "a")
+
+
+async def test_a_tick_settles_a_cancelled_job(open_it, lanes, ran):
+    async with open_it() as watchdog:
+        await watchdog.enqueue(Job("mail", id="x"))
+        await watchdog.cancel("x")
+        result = await watchdog.tick(lanes)
+        assert (result.action, result.job_id) == ("reconciled", "x")
+        assert (await watchdog.read("x")).outcome == "cancelled"
+    assert ran == []
+
+
+async def test_lanes_take_turns(open_it, ran):
+    lanes = Lanes()
+
+    @lanes.lane("a")
+    async def a(job: RunningJob):
+        ran.append("a")
+
+    @lanes.lane("b")
+    async def b(job: RunningJob):
+        ran.append("b")
+
+    async with open_it() as watchdog:
+        await watchdog.enqueue_many([Job(lane) for lane in "aaabbb"])
+        for _ in range(6):
+            assert (await watchdog.tick(lanes)).action == "ran"
+    assert ran in (["a", "b"] * 3, ["b", "a"] * 3)
+
+
+async def test_a_cancelled_tick_hands_its_job_off(open_it, lanes, store):
+    async with open_it() as watchdog:
+        await watchdog.enqueue(Job("mail", id="x"))
+        with trio.move_on_after(0.5) as scope:
+            await watchdog.tick(lanes)
+        assert scope.cancelled_caught
+        await watchdog.drain()
+        assert isinstance(await watchdog.read("x"), QueuedJob)
+        with pytest.raises(RuntimeError, match="stopping"):
+            await watchdog.tick(lanes)
+
+
+async def test_no_lanes_are_nothing_to_do(open_it):
+    async with open_it() as watchdog:
+        await watchdog.enqueue(Job("mail"))
+        assert (await watchdog.tick(Lanes())).action == "idle"

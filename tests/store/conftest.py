@@ -1,0 +1,5 @@
+"""What the tests of stores share."""
+
+import pytest
+
+pytest.register_assert_rewrite("trio_watchdog.testing", "tests.store.makers")

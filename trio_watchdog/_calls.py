@@ -1,0 +1,85 @@
+"""What operations are made of: calls, and what they did.
+
+An operation is a generator that yields calls and is sent their rows. While it runs it writes down,
+in `Effects`, what others will want to know once its transaction has been committed.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Generator, Mapping, Sequence
+from typing import Any, TypeVar
+
+from attrs import define, field, frozen
+
+from . import _statements as sql
+from ._rows import Row
+
+T = TypeVar("T")
+
+Parameters = Mapping[str, Any]
+
+
+@frozen(eq=False)
+class Call:
+    """A statement to execute, or the caller's own SQL where ``statement`` is text."""
+
+    statement: sql.Statement | str
+    parameters: Parameters | Sequence[Any]
+
+
+Rows = list[Row]
+Operation = Generator[Call | tuple[Call, ...], Any, T]
+"""Yields one call and is sent its rows, or a tuple of calls that may travel together."""
+
+
+@define(eq=False)
+class Effects:
+    """What a transaction did that others want to know, once it has been committed."""
+
+    payload_limit: int
+    lanes: dict[str, int] = field(factory=dict[str, int])
+    """Lane to the earliest instant at which a job of it may be claimable; 0 is now."""
+    cancelled: bool = False
+    claims: set[str] = field(factory=set[str])
+    settled: set[str] = field(factory=set[str])
+    transitions: list[tuple[str, str | None]] = field(factory=list[tuple[str, "str | None"]])
+    """Queue and settled job id of each transition, in order, for the projector."""
+
+    def claimable(self, lane: str, due: int) -> None:
+        """A job of the lane may be claimable from ``due`` on."""
+        self.lanes[lane] = min(due, self.lanes.get(lane, due))
+
+    def moved(self, queue: str, settled_id: str | None = None) -> None:
+        """Something about the queue changed."""
+        self.transitions.append((queue, settled_id))
+        if settled_id is not None:
+            self.settled.add(settled_id)
+
+    @property
+    def concern_others(self) -> bool:
+        """Whether another process may have something to do now."""
+        return bool(self.lanes or self.cancelled or self.claims)
+
+    def merge(self, other: Effects) -> None:
+        """Add what another transaction did."""
+        for lane, due in other.lanes.items():
+            self.claimable(lane, due)
+        self.cancelled |= other.cancelled
+        self.claims |= other.claims
+        self.settled |= other.settled
+
+
+def one(statement: sql.Statement, **parameters: Any) -> Call:
+    """A call with named parameters."""
+    return Call(statement, parameters)
+
+
+def many(statement: sql.Statement, rows: Sequence[Sequence[Any]], **parameters: Any) -> Call:
+    """A call whose ``{rows}`` are the given ones."""
+    return Call(statement, {"rows": json.dumps(rows), **parameters})
+
+
+def promoted(raised: Rows, effects: Effects) -> None:
+    for lane, hint, not_before in raised:
+        effects.claimable(lane, not_before if hint == "deferred" else 0)

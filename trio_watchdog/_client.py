@@ -1,0 +1,274 @@
+"""The operations on jobs, for processes that run none: `open_client`."""
+
+from __future__ import annotations
+
+import random as random_module
+from collections.abc import (
+    AsyncGenerator,
+    Awaitable,
+    Callable,
+    Generator,
+    Iterable,
+    Mapping,
+    Sequence,
+)
+from contextlib import asynccontextmanager, contextmanager
+from datetime import datetime
+from typing import Any, Literal, TypeVar, cast
+
+import trio
+from attrs import evolve
+
+from . import _wishes as wishes
+from ._errors import StoreInvalid, WatchdogError
+from ._identity import fresh_token
+from ._model import (
+    Admission,
+    CancellationResult,
+    Job,
+    LaneFailure,
+    QueueHead,
+    SettledJob,
+    SettledPage,
+    StoredJob,
+    WakeState,
+    check_instant,
+    check_seconds,
+    to_milliseconds,
+)
+from ._open import Database, open_store
+from ._outage import Outage
+from ._store import Project, Store
+from ._wake import Doorbell
+
+R = TypeVar("R")
+
+
+FIRST_LOOK = 0.05
+"""Seconds until `Client.wait_settled` looks for the second time; longer each time after that."""
+
+
+class Client:
+    """Jobs in a database: enqueue, cancel, read. `open_client` makes it.
+
+    Each operation is atomic, and durable when it returns. While the database cannot be reached an
+    operation is tried again for up to ``retry_for`` seconds; then it raises `StoreUnavailable`,
+    and as always after an error it may or may not have had its effect. Repeating an operation with
+    the same id is harmless.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        doorbell: Doorbell,
+        outage: Outage,
+        *,
+        retry_for: float,
+        poll: float,
+        watch: Callable[[], Awaitable[None]],
+    ) -> None:
+        self._store = store
+        self._doorbell = doorbell
+        self._outage = outage
+        self._retry_for = retry_for
+        self._poll = poll
+        self._watch = watch
+
+    async def _ask(self, wish: wishes.Wish[R]) -> R:
+        until = trio.current_time() + self._retry_for
+        return await self._outage.riding_out(lambda: self._store.ask(wish), until)
+
+    async def enqueue(self, job: Job) -> Admission:
+        """Whether the job was admitted, or had been before (``duplicate``).
+
+        Raises `JobConflict` when its id belongs to a job that differs in queue, lane, priority,
+        payload or recovery, and `InvalidJob` when its payload is over the limit.
+        """
+        return await self._ask(wishes.Enqueue(_checked(job)))
+
+    async def enqueue_many(self, jobs: Iterable[Job]) -> list[Admission]:
+        """As `enqueue` for each job, in one transaction: all are admitted or none."""
+        return await self._ask(wishes.EnqueueMany(tuple(_checked(job) for job in jobs)))
+
+    async def enqueue_select(
+        self, sql: str, parameters: Sequence[Any] | Mapping[str, Any] = ()
+    ) -> list[Admission]:
+        """As `enqueue_many` for the rows of a SELECT whose columns are named like `Job`'s fields.
+
+        The SELECT and the admission are one transaction. Give the rows ids of your own if a
+        repetition must not admit them twice.
+        """
+        return await self._ask(wishes.EnqueueSelect(sql, parameters))
+
+    async def read(self, id: str) -> StoredJob | None:
+        """The job as it is now, or None; what it is tells its state."""
+        return await self._ask(wishes.Read(id))
+
+    async def cancel(
+        self, id: str, *, cancellation_id: str | None = None, only_if_queued: bool = False
+    ) -> CancellationResult:
+        """Ask that a job stop, or never start.
+
+        The wish is durable when this returns. A running handler is cancelled by its lane, on
+        whichever host it runs. Asking again with the same ``cancellation_id`` changes nothing and
+        says ``replayed``; without one, each call is a wish of its own.
+        """
+        wish = wishes.Cancel(id, cancellation_id or fresh_token(), only_if_queued)
+        result = await self._ask(wish)
+        if result.status == "replayed" and cancellation_id is None:
+            # Nobody else knows the id: the first answer was lost on its way.
+            return evolve(result, status="recorded")
+        return result
+
+    async def read_queue_head(self, queue: str) -> QueueHead:
+        """The job that goes first in the queue, and whether it runs."""
+        return await self._ask(wishes.ReadQueueHead(queue))
+
+    async def read_latest_settled(self, queue: str) -> SettledJob | None:
+        """The job of the queue that settled last, or None."""
+        return await self._ask(wishes.ReadLatestSettled(queue))
+
+    async def read_settled(
+        self, limit: int = 256, after: str | None = None, lane: str | None = None
+    ) -> SettledPage:
+        """Up to ``limit`` (1 to 256) settled jobs after the cursor ``after``, and the next cursor.
+
+        A reader that keeps paging sees every settled job exactly once.
+        """
+        return await self._ask(wishes.ReadSettled(limit, after, lane))
+
+    async def list_jobs(
+        self,
+        state: Literal["queued", "running", "completing", "settled"] | None = None,
+        lane: str | None = None,
+        queue: str | None = None,
+        limit: int = 100,
+    ) -> list[StoredJob]:
+        """Up to ``limit`` jobs for a listing, newest first: of one state, lane or queue, or all."""
+        return await self._ask(wishes.ReadJobs(state, lane, queue, limit))
+
+    async def count_jobs(self) -> list[tuple[str, str, str | None, int]]:
+        """Rows of lane, state, outcome and how many jobs; reads the whole table."""
+        return await self._ask(wishes.ReadCounts())
+
+    async def fail_lane(self, lane: str, reason: str) -> LaneFailure:
+        """Settle up to 256 queued and running jobs of the lane as failed; says if more remain.
+
+        Handlers of those that run are cancelled, and can record nothing.
+        """
+        return await self._ask(wishes.FailLane(lane, reason))
+
+    async def purge_queue(self, queue: str) -> int:
+        """Delete the queue's queued jobs; says how many."""
+        return await self._ask(wishes.PurgeQueue(queue))
+
+    async def wake_state(self, now: datetime | None = None) -> WakeState:
+        """Whether anything is due (at ``now``), and the earliest instant at which more will be."""
+        at = None if now is None else to_milliseconds(check_instant(now, "now"))
+        return await self._ask(wishes.ReadWakeState(at))
+
+    async def wait_settled(self, id: str) -> SettledJob:
+        """The job, once it is settled. Raises `StoreInvalid` if there is no job of this id."""
+        bell = self._doorbell.settled(id)
+        await self._watch()
+        # On a server nobody is told that a job has settled elsewhere, so the first looks are soon.
+        delay = min(FIRST_LOOK, self._poll)
+        while True:
+            ticket = bell.ticket
+            job = await self.read(id)
+            if isinstance(job, SettledJob):
+                return job
+            if job is None:
+                raise StoreInvalid(f"there is no job {id!r} to wait for")
+            with trio.move_on_after(delay):
+                await bell.wait(ticket)
+            delay = min(delay * 1.5, self._poll)
+
+
+def _checked(job: Job) -> Job:
+    if not isinstance(cast("object", job), Job):
+        raise TypeError(f"{job!r:.80} is not a Job")
+    return job
+
+
+# -- opening --------------------------------------------------------------------------------------
+
+
+@asynccontextmanager
+async def open_client(
+    database: Database,
+    *,
+    retry_for: float = 30.0,
+    poll: float = 5.0,
+    project: Project | None = None,
+    random: random_module.Random | None = None,
+    **options: Any,
+) -> AsyncGenerator[Client]:
+    """A `Client`: the operations on jobs, for processes that run none.
+
+    ``database`` is ``"sqlite:PATH"``, ``"sqlite::memory:"``, a path, a ``postgresql://`` URL, or a
+    `sqlite3.Connection` that stays the caller's. ``project(transition, connection)`` is called in
+    the transaction of each queue change. ``random`` is where jitter comes from. Other options are
+    the store's, such as ``payload_limit`` in bytes.
+    """
+    check_seconds(retry_for, "retry_for")
+    check_seconds(poll, "poll", positive=True)
+    with unwrapped():
+        async with open_store(database, project=project, **options) as store:
+            async with trio.open_nursery() as nursery:
+                doorbell = Doorbell(store.now)
+                store.on_change.append(doorbell.hear)
+                outage = Outage(random or fresh_random())
+                starting = trio.Lock()
+                is_watching = False
+
+                async def watch() -> None:
+                    # Not before somebody waits: most clients only enqueue.
+                    nonlocal is_watching
+                    async with starting:
+                        if not is_watching:
+                            await nursery.start(store.watch)
+                            is_watching = True
+
+                yield Client(store, doorbell, outage, retry_for=retry_for, poll=poll, watch=watch)
+                nursery.cancel_scope.cancel("the client is closed")
+
+
+def fresh_random() -> random_module.Random:
+    """Where jitter comes from unless the caller says."""
+    return random_module.Random()  # noqa: S311 (jitter is no secret)
+
+
+@contextmanager
+def unwrapped() -> Generator[None]:
+    """Raise a lone error as itself: callers should not have to know about our nurseries."""
+    lone: BaseException | None = None
+    try:
+        yield
+    except BaseExceptionGroup as group:
+        lone = _lone(group)
+        if lone is None:
+            raise
+    if lone is not None:
+        try:
+            raise lone
+        finally:
+            del lone
+
+
+def _lone(group: BaseExceptionGroup[BaseException]) -> BaseException | None:
+    leaves: list[BaseException] = []
+    groups = [group]
+    while groups:
+        for error in groups.pop().exceptions:
+            if isinstance(error, BaseExceptionGroup):
+                groups.append(cast("BaseExceptionGroup[BaseException]", error))
+            else:
+                leaves.append(error)
+    first = leaves[0]
+    if len(leaves) > 1:
+        # A store that has gone bad is met by every task that uses it.
+        if not isinstance(first, WatchdogError) or {type(leaf) for leaf in leaves} != {type(first)}:
+            return None
+        first.add_note(f"(and {len(leaves) - 1} more of the same kind)")
+    return first

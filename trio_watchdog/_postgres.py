@@ -1,0 +1,1028 @@
+"""PostgreSQL: many processes and hosts, one contract.
+
+Every step of an operation is a transaction of its own that travels as one pipeline together with
+its COMMIT, so a process that freezes, or loses its server, holds no lock in between; what an
+operation decides between two steps is guarded again by the next one's WHERE. Operations that
+wait together take the same trips, and all the queue locks of a trip are taken by its first
+statement, sorted. `_statements` tells why that is enough.
+
+A trip that fails has done nothing, so the operations that shared it are sent apart, and one bad
+row hurts only itself. What has to wait for somebody's open transaction does so outside of the
+exchange, and asks again now and then, so that it delays nobody but itself.
+
+A process has at most three connections: one for its lanes, one for everything that callers ask
+and for LISTEN, and one, in a thread, for renewals, so that nothing ever stands in their way.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import random
+from collections.abc import AsyncGenerator, Awaitable, Callable, Generator, Mapping, Sequence
+from contextlib import AbstractContextManager, asynccontextmanager, contextmanager, suppress
+from time import monotonic
+from typing import TYPE_CHECKING, Any, TypeVar, cast
+
+import psycopg
+import trio
+from attrs import define
+from psycopg.conninfo import conninfo_to_dict, make_conninfo
+from psycopg.rows import dict_row, tuple_row
+
+from . import _operations as operations
+from . import _statements as sql
+from . import _wishes as w
+from ._calls import Call, Effects, Operation, many, one
+from ._errors import SettlementRejected, StoreInvalid, StoreUnavailable, WatchdogError
+from ._exchange import Exchange
+from ._identity import fresh_token
+from ._model import QueueTransition, StoredJob
+from ._operations import Locked
+from ._payload import PAYLOAD_LIMIT
+from ._psycopg import TCP_DEFAULTS, TrioConnection
+from ._psycopg_errors import is_lost_race, is_refusal, is_stale, store_error
+from ._rows import Row
+from ._store import ELSEWHERE, Change, Project, Renewer, Store
+from ._trip import Prepared, trip
+from ._wishes import Wish
+
+if TYPE_CHECKING:
+    from psycopg.abc import PQGen
+
+T = TypeVar("T")
+
+OLDEST_SERVER = 14
+"""The oldest major version of PostgreSQL that is tested."""
+
+EXCHANGE_SECONDS = 10.0
+"""How long one trip may take; a server that is silent for longer counts as gone."""
+
+LOCK_SECONDS = 0.25
+"""How long a trip waits for a lock: time enough for any transaction of ours, and the others that
+share the trip are not held up for long by an application's."""
+
+HASTE_SECONDS = 0.05
+"""The same for a wish that travels alone since it met a lock before."""
+
+LOCKED_SECONDS = {True: 1.0, False: 5.0}
+"""How long wishes (of lanes, of callers) are asked again while somebody's transaction holds what
+they need, before it is an error. Lanes know better how long their claim lets them wait."""
+
+LOCKED_PAUSE = 0.5
+"""The longest pause between two such requests."""
+
+CONNECT_SECONDS = 10
+"""Default of ``connect_timeout``."""
+
+CHECK_SECONDS = 5.0
+"""A listener that heard nothing for so long asks whether its connection still works."""
+
+NOTIFY_SECONDS = 0.01
+"""Notifications of lanes are sent together, at most once in so many seconds."""
+
+TRIES = 4
+"""Deadlocks and races for a queue are tried again at once, so many times in all."""
+
+_LANES: frozenset[type[Wish[Any]]] = frozenset(
+    {
+        w.Claim,
+        w.Decide,
+        w.FinishCompleting,
+        w.HandOff,
+        w.Inspect,
+        w.NextRunningClaim,
+        w.Reconcile,
+        w.Renew,
+        w.ReserveAttempt,
+        w.RetryJob,
+        w.SettleCancelled,
+        w.TakeCompleting,
+    }
+)
+"""Wishes that lanes and their supervisor have; everything else is a caller's."""
+
+_WHOLE: frozenset[type[Wish[Any]]] = frozenset({w.EnqueueMany, w.EnqueueSelect})
+"""Wishes whose steps must be one transaction: all jobs or none."""
+
+_TELLING: frozenset[type[Wish[Any]]] = frozenset(
+    {w.Enqueue, w.EnqueueMany, w.EnqueueSelect, w.Cancel, w.FailLane, w.PurgeQueue}
+)
+"""Callers' wishes that others want to hear of, in the transaction itself."""
+
+_SINGLE: frozenset[type[Wish[Any]]] = operations.READS | {
+    w.Decide,
+    w.Enqueue,
+    w.FinishCompleting,
+    w.PurgeQueue,
+    w.Renew,
+    w.TakeCompleting,
+}
+"""Wishes that have been fulfilled, if at all, by the end of their first trip."""
+
+logger = logging.getLogger("trio_watchdog")
+
+
+# -- one connection -------------------------------------------------------------------------------
+
+
+class Session:
+    """One connection, made when it is needed and made anew when it broke."""
+
+    def __init__(self, conninfo: str, dialect: sql.Dialect, clock: Clock | None, prepare: bool):
+        self._conninfo = conninfo
+        self._dialect = dialect
+        self._clock = clock
+        # None: a pooler may give the next transaction another server, which knows nothing.
+        self._prepared = Prepared() if prepare else None
+        self._connection: TrioConnection[Row] | None = None
+        self._lock = trio.Lock()
+        self._wanted = 0
+        self._listening = trio.CancelScope()
+
+    @asynccontextmanager
+    async def connected(self) -> AsyncGenerator[TrioConnection[Row]]:
+        """The connection, for one user at a time. Translates psycopg's errors."""
+        self._wanted += 1
+        # The listener only waits; it resumes when nobody else wants the connection.
+        self._listening.cancel()
+        try:
+            await self._lock.acquire()
+        finally:
+            self._wanted -= 1
+        try:
+            if self._connection is None or self._connection.closed:
+                self._connection = await self._connect()
+            yield self._connection
+        except psycopg.Error as error:
+            raise store_error(error, "talking to the server") from error
+        except OSError as error:
+            raise StoreUnavailable(f"PostgreSQL, while connecting: {error}") from error
+        finally:
+            self._lock.release()
+
+    async def _connect(self) -> TrioConnection[Row]:
+        connection = await TrioConnection[Row].connect(
+            self._conninfo, autocommit=True, prepare_threshold=None, row_factory=tuple_row
+        )
+        if self._prepared is not None:
+            self._prepared = Prepared()
+            await connection.execute(settings(is_local=False).encode())
+        return connection
+
+    async def step(
+        self, calls: Sequence[Call], channel: str | None = None, *, is_hasty: bool = False
+    ) -> list[list[Row]]:
+        """Execute the calls as one transaction, sent as one pipeline. Rows of each call.
+
+        ``channel``: notify it. ``is_hasty``: do not wait for a lock that is not free soon.
+        """
+        # Shielded, for a transaction on its way must not lose its answer; but never for long.
+        with in_time(shield=True):
+            for tries_left in reversed(range(TRIES)):
+                async with self.connected() as connection:
+                    try:
+                        return await self._stepped(connection, calls, channel, is_hasty)
+                    except psycopg.Error as error:
+                        if connection.closed:
+                            raise
+                        if error.sqlstate in _FORGETTING:
+                            await connection.close()
+                        else:
+                            await connection.rollback()
+                        if not tries_left or not is_lost_race(error):
+                            raise
+                await trio.sleep(jittered(0.01))
+        raise AssertionError("unreachable")
+
+    async def _stepped(
+        self,
+        connection: TrioConnection[Row],
+        calls: Sequence[Call],
+        channel: str | None,
+        is_hasty: bool,
+    ) -> list[list[Row]]:
+        before: list[Statement] = []
+        after: list[Statement] = []
+        if self._prepared is None:
+            # Who gives each transaction another server must see where one begins and ends.
+            before += [(BEGIN, {}), (settings(is_local=True), {})]
+        if is_hasty:
+            before.append((HASTE, {}))
+        if channel is not None:
+            # Last: sending takes a lock of the whole database until COMMIT.
+            after.append((NOTIFY, {"channel": channel}))
+        if self._prepared is None:
+            after.append((COMMIT, {}))
+        return await self.execute(connection, calls, before, after)
+
+    async def begin(self, connection: TrioConnection[Row], *, is_hasty: bool) -> None:
+        """Begin a transaction of several trips."""
+        before: list[Statement] = [(BEGIN, {})]
+        if self._prepared is None:
+            before.append((settings(is_local=True), {}))
+        if is_hasty:
+            before.append((HASTE, {}))
+        await self.execute(connection, [], before)
+
+    async def execute(
+        self,
+        connection: TrioConnection[Row],
+        calls: Sequence[Call],
+        before: Sequence[Statement] = (),
+        after: Sequence[Statement] = (),
+    ) -> list[list[Row]]:
+        """Execute the calls, in the transaction that is open or else in one of their own."""
+        statements = list(before)
+        executed: list[tuple[int, Call, int]] = []
+        for index, call in enumerate(calls):
+            text, parameters = self.rendered(call)
+            if text:
+                executed.append((index, call, len(statements)))
+                statements.append((text, parameters))
+        results = await trip(connection, self._prepared, [*statements, *after])
+        rows: list[list[Row]] = [[] for _ in calls]
+        for index, call, place in executed:
+            is_count = cast("sql.Statement", call.statement).counts
+            result = results[place]
+            rows[index] = [(result.changed,)] if is_count else cast("list[Row]", result.rows)
+        return rows
+
+    def rendered(self, call: Call) -> Statement:
+        """A call's text and parameters; with instants where the clock is not the server's."""
+        parameters = cast("Mapping[str, Any]", call.parameters)
+        if self._clock is not None:
+            parameters = {**self._clock(), **parameters}
+        return self._dialect.text(cast("sql.Statement", call.statement)), parameters
+
+    async def listened(self, connection: TrioConnection[Row]) -> bool:
+        """Wait for a notification by another session; False: this is not the connection any more.
+
+        Gives the connection up whenever somebody else wants it.
+        """
+        while True:
+            async with self._lock:
+                if connection is not self._connection or connection.closed:
+                    return False
+                self._listening = trio.CancelScope()
+                if self._wanted:
+                    # Who came while we waited for our turn stands behind us now.
+                    continue
+                with self._listening:
+                    notifications = await connection.wait_notifies()
+                    if any(n.pid != connection.pgconn.backend_pid for n in notifications):
+                        return True
+
+    async def close(self) -> None:
+        """Close the connection if there is one."""
+        if self._connection is not None:
+            await self._connection.close()
+
+
+Clock = Callable[[], Mapping[str, int]]
+"""Gives ``now`` and ``lease_now`` in tests; otherwise the server's clock judges everything."""
+
+Statement = tuple[str, Mapping[str, Any]]
+
+BEGIN = "begin isolation level read committed"
+COMMIT = "commit"
+NOTIFY = "select pg_notify(%(channel)s, '')"
+HASTE = f"select set_config('lock_timeout', '{HASTE_SECONDS * 1000:.0f}', true)"
+
+_FORGETTING = ("0A000", "26000", "42P05")
+"""SQLSTATEs that say that prepared statements are not what they were: prepare them anew."""
+
+
+def settings(*, is_local: bool) -> str:
+    """What our transactions need, whatever the role's defaults; for a session or a transaction."""
+    milliseconds = {
+        "lock_timeout": LOCK_SECONDS * 1000,
+        # A process that freezes inside a transaction must not keep its locks.
+        "idle_in_transaction_session_timeout": EXCHANGE_SECONDS * 1000,
+    }
+    values = {
+        **{name: f"{value:.0f}" for name, value in milliseconds.items()},
+        "default_transaction_isolation": "read committed",
+        # With JSON as parameters the server would plan anew every time, for the same plan.
+        "plan_cache_mode": "force_generic_plan",
+        "jit": "off",
+        # Every statement here looks up a few rows by an index, whatever yesterday's statistics
+        # say, and mostly in its order.
+        "enable_seqscan": "off",
+        "enable_bitmapscan": "off",
+        "enable_hashjoin": "off",
+        "enable_mergejoin": "off",
+    }
+    calls = [
+        f"set_config('{name}', '{value}', {str(is_local).lower()})"
+        for name, value in values.items()
+    ]
+    return f"select {', '.join(calls)}"
+
+
+@contextmanager
+def in_time(*, shield: bool = False) -> Generator[None]:
+    """The block ends within `EXCHANGE_SECONDS`, or with `StoreUnavailable`."""
+    deadline = trio.current_time() + EXCHANGE_SECONDS
+    with trio.CancelScope(shield=shield, deadline=deadline) as scope:
+        yield
+    if scope.cancelled_caught:
+        raise StoreUnavailable(f"PostgreSQL gave no answer within {EXCHANGE_SECONDS:g} s")
+
+
+# -- many operations, one trip --------------------------------------------------------------------
+
+
+@define(eq=False)
+class _Progress:
+    """An operation on its way, and what it wants from the next trip."""
+
+    kind: operations.Kind
+    positions: list[int]
+    operation: Operation[list[Any]]
+    tries_left: int
+    is_apart: bool
+    calls: Sequence[Call] = ()
+    is_single: bool = False
+    has_written: bool = False
+
+
+class Trips:
+    """Drives the operations that answer wishes, all at once, trip by trip."""
+
+    def __init__(
+        self,
+        session: Session,
+        asked: Sequence[Wish[Any]],
+        effects: Effects,
+        channel: str,
+        *,
+        is_hasty: bool,
+    ) -> None:
+        self._session = session
+        self._asked = asked
+        self._effects = effects
+        self._channel = channel
+        self._is_hasty = is_hasty
+        self._answers: list[Any] = [None] * len(asked)
+        self._together: list[_Progress] = []
+        self._apart: list[_Progress] = []
+        self._gone: Exception | None = None
+
+    async def run(self) -> list[Any]:
+        """The answers. Raises `StoreUnavailable` if the server answered nothing at all."""
+        late: list[tuple[operations.Kind, list[int]]] = []
+        # Reads see what the others wrote; so they go along only if all of that is in one trip.
+        is_long = any(type(wish) not in _SINGLE for wish in self._asked)
+        for kind, positions in operations.plan(self._asked):
+            if is_long and type(self._asked[positions[0]]) in operations.READS:
+                late.append((kind, positions))
+            else:
+                self._begin(kind, positions)
+        await self._travel()
+        for kind, positions in late:
+            self._begin(kind, positions)
+        await self._travel()
+        if self._gone is not None and all(answer is self._gone for answer in self._answers):
+            raise self._gone
+        return self._answers
+
+    async def _travel(self) -> None:
+        while self._together or self._apart:
+            if self._gone is not None:
+                for progress in self._together + self._apart:
+                    self._proceed(progress, error=self._gone)
+                return
+            travelling, self._together = self._together, []
+            await self._trip(travelling or [self._apart.pop(0)])
+
+    async def _trip(self, travelling: list[_Progress]) -> None:
+        calls, places = merged([call for progress in travelling for call in progress.calls])
+        tells = any(map(self._tells, travelling))
+        channel = self._channel if tells else None
+        try:
+            results = await self._session.step(calls, channel, is_hasty=self._is_hasty)
+        except WatchdogError as error:
+            if not is_refusal(error):
+                self._gone = error
+            for progress in travelling:
+                self._failed(progress, error, is_shared=len(travelling) > 1)
+            return
+        start = 0
+        for progress in travelling:
+            end = start + len(progress.calls)
+            rows = [[] if place is None else results[place] for place in places[start:end]]
+            progress.has_written = progress.has_written or any(map(_writes, progress.calls))
+            self._proceed(progress, rows[0] if progress.is_single else rows)
+            start = end
+
+    def _tells(self, progress: _Progress) -> bool:
+        is_telling = type(self._asked[progress.positions[0]]) in _TELLING
+        return is_telling and any(map(_writes, progress.calls))
+
+    def _begin(
+        self,
+        kind: operations.Kind,
+        positions: list[int],
+        tries_left: int = TRIES - 1,
+        *,
+        is_apart: bool = False,
+    ) -> None:
+        operation = kind([self._asked[position] for position in positions], self._effects)
+        self._proceed(_Progress(kind, positions, operation, tries_left, is_apart))
+
+    def _proceed(
+        self, progress: _Progress, rows: Any = None, *, error: Exception | None = None
+    ) -> None:
+        """Let the operation go on, with rows or with an error, up to its next calls or its end."""
+        operation = progress.operation
+        try:
+            step = operation.send(rows) if error is None else operation.throw(error)
+        except StopIteration as stop:
+            self._answer(progress, cast("list[Any]", stop.value))
+        except Exception as raised:
+            if len(progress.positions) > 1 and not progress.has_written and self._gone is None:
+                # One row is to blame.
+                self._separate(progress)
+            else:
+                self._answer(progress, [raised] * len(progress.positions))
+        else:
+            if self._gone is not None:
+                operation.close()
+                self._answer(progress, [self._gone] * len(progress.positions))
+                return
+            progress.is_single = isinstance(step, Call)
+            progress.calls = (step,) if isinstance(step, Call) else step
+            (self._apart if progress.is_apart else self._together).append(progress)
+
+    def _answer(self, progress: _Progress, results: list[Any]) -> None:
+        for position, result in zip(progress.positions, results, strict=True):
+            self._answers[position] = result
+
+    def _failed(self, progress: _Progress, error: WatchdogError, *, is_shared: bool) -> None:
+        """What becomes of an operation whose trip has failed, so that nothing of it was done."""
+        if self._gone is not None:
+            self._proceed(progress, error=error)
+        elif isinstance(error, Locked) and not progress.has_written:
+            # Whoever asked asks again, each wish alone and outside of the exchange.
+            progress.operation.close()
+            self._answer(progress, [error] * len(progress.positions))
+        elif len(progress.positions) > 1 and not progress.has_written:
+            self._separate(progress)
+        elif is_shared:
+            progress.is_apart = True
+            self._apart.append(progress)
+        elif is_stale(error.__cause__) and progress.tries_left and not progress.has_written:
+            self._separate(progress)
+        else:
+            self._proceed(progress, error=error)
+
+    def _separate(self, progress: _Progress) -> None:
+        """Start anew, each wish alone, so that it hurts only itself."""
+        progress.operation.close()
+        for position in progress.positions:
+            self._begin(progress.kind, [position], progress.tries_left - 1, is_apart=True)
+
+
+def _writes(call: Call) -> bool:
+    return cast("sql.Statement", call.statement).writes
+
+
+def merged(calls: Sequence[Call]) -> tuple[list[Call], list[int | None]]:
+    """One trip's calls with all queue locks first, in one statement; and where each call went."""
+    locks: list[Any] = []
+    for call in calls:
+        parameters = cast("Mapping[str, Any]", call.parameters)
+        if call.statement is sql.LOCK_QUEUES:
+            locks += json.loads(parameters["rows"])
+        elif call.statement is sql.LOCK_QUEUE:
+            locks.append((None, parameters["queue"]))
+    trip: list[Call] = [many(sql.LOCK_QUEUES, locks)] if locks else []
+    places: list[int | None] = []
+    for call in calls:
+        if call.statement is sql.LOCK_QUEUES or call.statement is sql.LOCK_QUEUE:
+            places.append(None)
+        else:
+            places.append(len(trip))
+            trip.append(call)
+    return trip, places
+
+
+class PostgresStore(Store):
+    """A store on a PostgreSQL server."""
+
+    def __init__(
+        self,
+        conninfo: str,
+        *,
+        schema: str,
+        listen: bool,
+        prepare: bool,
+        clock: Clock | None,
+        project: Project | None,
+        payload_limit: int,
+    ) -> None:
+        super().__init__()
+        self.payload_limit = payload_limit
+        self.owner = fresh_token()
+        self._conninfo = conninfo
+        self._schema = schema
+        self._channel = sql.channel(schema)
+        self._listen = listen
+        self._clock = clock
+        self._project = project
+        self.dialect = sql.Dialect("postgres", schema, clock_in_sql=clock is None)
+        self._lanes = Session(conninfo, self.dialect, clock, prepare)
+        self._callers = Session(conninfo, self.dialect, clock, prepare)
+        self._lane_exchange = Exchange(lambda asked: self._perform(self._lanes, asked))
+        self._caller_exchange = Exchange(lambda asked: self._perform(self._callers, asked))
+        self._must_notify = trio.Event()
+        self._is_watched = False
+        self._offset: float | None = None
+
+    async def submit(self, *asked: Wish[Any]) -> list[Any]:
+        is_lanes = any(type(wish) in _LANES for wish in asked)
+        exchange = self._lane_exchange if is_lanes else self._caller_exchange
+        answers = await exchange.submit(asked)
+        if any(isinstance(answer, Locked) for answer in answers):
+            await self._outwait_locks(asked, answers, is_lanes=is_lanes)
+        if self._must_notify.is_set() and not self._is_watched:
+            await self._send_notification()
+        unavailable = [answer for answer in answers if isinstance(answer, StoreUnavailable)]
+        is_read = all(type(wish) in operations.READS for wish in asked)
+        if unavailable and (is_read or len(unavailable) == len(answers)):
+            # Nothing is lost with the other answers, and one error is easier to act upon.
+            raise unavailable[0]
+        return answers
+
+    async def _outwait_locks(
+        self, asked: Sequence[Wish[Any]], answers: list[Any], *, is_lanes: bool
+    ) -> None:
+        """Ask again, each alone, what met somebody's lock, until it is free or it takes too long.
+
+        Outside of the exchange, where it delays nobody. An exchange that met a lock has answered
+        so for all its wishes; most of them find no lock now.
+        """
+        session = self._lanes if is_lanes else self._callers
+        until = trio.current_time() + LOCKED_SECONDS[is_lanes]
+        pause = HASTE_SECONDS / 10
+        while True:
+            locked = [i for i, answer in enumerate(answers) if isinstance(answer, Locked)]
+            for index in locked:
+                try:
+                    (answers[index],) = await self._perform(session, [asked[index]], is_hasty=True)
+                except WatchdogError as error:
+                    answers[index] = error
+            if trio.current_time() >= until or not any(isinstance(a, Locked) for a in answers):
+                return
+            # A cancellation must not take with it what has been answered.
+            is_bound = not all(isinstance(answer, Locked) for answer in answers)
+            with trio.CancelScope(shield=is_bound):
+                await trio.sleep(jittered(pause))
+            pause = min(2 * pause, LOCKED_PAUSE)
+
+    def now(self) -> int | None:
+        if self._clock is not None:
+            return self._clock()["now"]
+        if self._offset is None:
+            return None
+        return int((trio.current_time() + self._offset) * 1000)
+
+    async def prepare(self) -> None:
+        """Create the schema when absent, check it when present."""
+        with in_time():
+            async with self._callers.connected() as connection:
+                _check_server(connection)
+                version = await self._schema_version(connection)
+                if version is None:
+                    await self._create(connection)
+                    version = await self._schema_version(connection)
+                await self._read_clock(connection)
+        if version != str(sql.SCHEMA_VERSION):
+            is_newer = (
+                version is not None and version.isdigit() and int(version) > sql.SCHEMA_VERSION
+            )
+            advice = "upgrade trio_watchdog" if is_newer else "give another schema name"
+            raise StoreInvalid(
+                f"schema {self._schema!r} has version {version!r}, and this trio_watchdog needs"
+                f" {sql.SCHEMA_VERSION}: {advice}"
+            )
+
+    async def _schema_version(self, connection: TrioConnection[Row]) -> str | None:
+        """The version of the schema that is there; None if there is nothing."""
+        cursor = await connection.execute(
+            "select coalesce(bool_or(c.relname = 'meta'), false), count(*) from pg_class c"
+            " join pg_namespace n on n.oid = c.relnamespace where n.nspname = %s",
+            (self._schema,),
+        )
+        row = await cursor.fetchone()
+        assert row is not None
+        is_ours, count = row
+        if not is_ours:
+            if count:
+                raise StoreInvalid(
+                    f"schema {self._schema!r} holds something else; give another schema name"
+                )
+            return None
+        cursor = await connection.execute(self.dialect.text(sql.READ_META).encode())
+        meta = dict(cast("list[tuple[str, str]]", await cursor.fetchall()))
+        return meta.get("schema_version", "none")
+
+    async def _create(self, connection: TrioConnection[Row]) -> None:
+        async with connection.transaction():
+            # Two processes that start together: the second finds it done.
+            await connection.execute(
+                "select pg_advisory_xact_lock(hashtextextended('trio_watchdog ' || %s, 0))",
+                (self._schema,),
+            )
+            if await self._schema_version(connection) is not None:
+                return
+            quoted = self._schema.replace('"', '""')
+            await connection.execute(f'create schema if not exists "{quoted}"'.encode())
+            for statement in sql.CREATE_SCHEMA:
+                await connection.execute(self.dialect.text(statement).encode())
+            await connection.execute(
+                self.dialect.text(sql.WRITE_META).encode(),
+                {"name": "schema_version", "value": str(sql.SCHEMA_VERSION)},
+            )
+
+    async def close(self) -> None:
+        """Close the connections."""
+        await self._lanes.close()
+        await self._callers.close()
+
+    # -- exchanges --------------------------------------------------------------------------------
+
+    async def _perform(
+        self, session: Session, asked: Sequence[Wish[Any]], *, is_hasty: bool = False
+    ) -> list[Any]:
+        kinds = {type(wish) for wish in asked}
+        is_whole = bool(kinds & _WHOLE) or (
+            self._project is not None and not kinds <= operations.READS
+        )
+        effects = Effects(self.payload_limit)
+        try:
+            if is_whole:
+                return await self._in_transactions(session, asked, effects, is_hasty)
+            trips = Trips(session, asked, effects, self._channel, is_hasty=is_hasty)
+            return await trips.run()
+        finally:
+            # Also when the rest of it has failed.
+            self._announce(session, effects)
+
+    async def _in_transactions(
+        self, session: Session, asked: Sequence[Wish[Any]], effects: Effects, is_hasty: bool
+    ) -> list[Any]:
+        """One operation after the other, each with all its steps in one transaction."""
+        answers: list[Any] = [None] * len(asked)
+        waiting = [positions for _, positions in operations.plan(asked)]
+        while waiting:
+            positions = waiting.pop(0)
+            wishes = [asked[position] for position in positions]
+            try:
+                results, effect = await self._whole(session, wishes, is_hasty)
+            except Exception as error:
+                is_gone = isinstance(error, StoreUnavailable) and not is_refusal(error)
+                if is_gone:
+                    if all(answer is None for answer in answers):
+                        raise
+                    positions += [each for rest in waiting for each in rest]
+                    waiting.clear()
+                elif len(positions) > 1 and not isinstance(error, Locked):
+                    # Each alone, so that one hurts only itself.
+                    waiting[:0] = [[position] for position in positions]
+                    continue
+                for position in positions:
+                    answers[position] = error
+                continue
+            effects.merge(effect)
+            for position, result in zip(positions, results, strict=True):
+                answers[position] = result
+        return answers
+
+    async def _whole(
+        self, session: Session, wishes: Sequence[Wish[Any]], is_hasty: bool
+    ) -> tuple[list[Any], Effects]:
+        kind = operations.OPERATIONS[type(wishes[0])]
+        with in_time(shield=True):
+            for tries_left in reversed(range(TRIES)):
+                effects = Effects(self.payload_limit)
+                async with session.connected() as connection:
+                    try:
+                        await session.begin(connection, is_hasty=is_hasty)
+                        results = await run(session, connection, kind(wishes, effects))
+                        if self._project is not None:
+                            await self._tell(session, connection, self._project, effects)
+                        after: list[Statement] = [(COMMIT, {})]
+                        if effects.concern_others:
+                            after.insert(0, (NOTIFY, {"channel": self._channel}))
+                        await session.execute(connection, [], after=after)
+                    except BaseException as error:
+                        if not connection.closed:
+                            with trio.CancelScope(shield=True, deadline=trio.current_time() + 5):
+                                await connection.rollback()
+                        if not tries_left or not is_stale(error):
+                            raise
+                    else:
+                        return results, effects
+        raise AssertionError("unreachable")
+
+    async def _tell(
+        self,
+        session: Session,
+        connection: TrioConnection[Row],
+        project: Project,
+        effects: Effects,
+    ) -> None:
+        for queue, settled_id in effects.transitions:
+            settled: StoredJob | None = None
+            if settled_id is not None:
+                reading = operations.read([w.Read(settled_id)], effects)
+                # One that cannot be read settles like others, and cannot be told.
+                with suppress(StoreInvalid):
+                    (settled,) = await run(session, connection, reading)
+            head = await run(session, connection, operations.queue_head(queue))
+            try:
+                transition = QueueTransition(queue, head, cast("Any", settled))
+                told: Any = project(transition, connection)
+                if isinstance(told, Awaitable):
+                    await told
+            except Exception as error:
+                raise SettlementRejected(
+                    f"the projector refused a change of queue {queue!r}: {error}"
+                ) from error
+
+    def _announce(self, session: Session, effects: Effects) -> None:
+        if effects.lanes and session is self._lanes:
+            self._must_notify.set()
+        if effects.concern_others or effects.settled:
+            self.report(
+                Change(
+                    effects.lanes,
+                    effects.cancelled,
+                    frozenset(effects.claims),
+                    frozenset(effects.settled),
+                )
+            )
+
+    # -- changes made elsewhere -------------------------------------------------------------------
+
+    async def watch(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
+        try:
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(self._notify)
+                nursery.start_soon(self._look_after_notes)
+                self._is_watched = True
+                await self._keep_listening(task_status)
+        finally:
+            self._is_watched = False
+
+    async def _keep_listening(self, task_status: trio.TaskStatus[None]) -> None:
+        delay = 0.1
+        is_started = False
+        while True:
+            try:
+                connection = await self._begin_listening()
+                if not is_started:
+                    is_started = True
+                    task_status.started()
+                # Listening first, then reading the state: nothing falls in between.
+                self.report(ELSEWHERE)
+                delay = 0.1
+                while await self._hear(connection):
+                    pass
+            except StoreUnavailable as error:
+                logger.warning("waking by notification is interrupted: %s", error)
+            await trio.sleep(jittered(delay))
+            delay = min(delay * 2, 5.0)
+
+    async def _begin_listening(self) -> TrioConnection[Row]:
+        with in_time():
+            async with self._callers.connected() as connection:
+                if self._listen:
+                    await connection.execute(f'listen "{self._channel}"'.encode())
+                await self._read_clock(connection)
+                return connection
+        raise AssertionError("unreachable")
+
+    async def _hear(self, connection: TrioConnection[Row]) -> bool:
+        """Wait for one notification or check the connection; False: it has to be made anew."""
+        with trio.move_on_after(CHECK_SECONDS):
+            if not self._listen:
+                await trio.sleep_forever()
+            try:
+                if not await self._callers.listened(connection):
+                    return False
+            except psycopg.Error as error:
+                raise store_error(error, "listening") from error
+            self.report(ELSEWHERE)
+            return True
+        # A half-open connection looks like silence.
+        with in_time():
+            async with self._callers.connected() as checked:
+                if checked is not connection:
+                    return False
+                await self._read_clock(connection)
+        return True
+
+    async def _read_clock(self, connection: TrioConnection[Row]) -> None:
+        cursor = await connection.execute("select extract(epoch from clock_timestamp())::float8")
+        row = await cursor.fetchone()
+        assert row is not None
+        self._offset = row[0] - trio.current_time()
+
+    async def _notify(self) -> None:
+        """Send what lanes have to tell others, together."""
+        while True:
+            await self._must_notify.wait()
+            await self._send_notification()
+            await trio.sleep(NOTIFY_SECONDS)
+
+    async def _send_notification(self) -> None:
+        self._must_notify = trio.Event()
+        try:
+            await self._callers.step([], self._channel)
+        except WatchdogError as error:
+            # Only a hint: the others find it at their next poll.
+            logger.debug("a notification was not sent: %s", error)
+
+    async def _look_after_notes(self) -> None:
+        """Raise heads that somebody's open transaction held when their queue became free."""
+        while True:
+            try:
+                _, _, raised = await self._callers.step(
+                    [
+                        one(sql.LOCK_NOTES),
+                        one(sql.DELETE_NOTES),
+                        one(sql.PROMOTE_NOTED),
+                    ]
+                )
+            except WatchdogError as error:
+                logger.debug("notes could not be looked at: %s", error)
+            else:
+                if raised:
+                    self._must_notify.set()
+                    self.report(ELSEWHERE)
+            await trio.sleep(jittered(CHECK_SECONDS))
+
+    # -- renewals ---------------------------------------------------------------------------------
+
+    def open_renewer(self) -> AbstractContextManager[Renewer]:
+        return self._renewer()
+
+    @contextmanager
+    def _renewer(self) -> Generator[Renewer]:
+        connection: _Impatient | None = None
+
+        def renew(claims: Sequence[w.Renew]) -> list[w.Renewal]:
+            nonlocal connection
+            try:
+                if connection is None or connection.closed:
+                    connection = _Impatient.connect(
+                        self._conninfo,
+                        autocommit=True,
+                        prepare_threshold=None,
+                        row_factory=tuple_row,
+                    )
+                return self._run_blocking(connection, operations.renew(claims, Effects(0)))
+            except (psycopg.Error, OSError) as error:
+                if connection is not None:
+                    connection.close()
+                if isinstance(error, OSError):
+                    raise StoreUnavailable(f"PostgreSQL, while connecting: {error}") from error
+                raise store_error(error, "renewing") from error
+
+        try:
+            yield renew
+        finally:
+            if connection is not None:
+                connection.close()
+
+    def _run_blocking(self, connection: psycopg.Connection[Row], operation: Operation[T]) -> T:
+        rows: Any = None
+        while True:
+            try:
+                step = operation.send(rows)
+            except StopIteration as stop:
+                return cast("T", stop.value)
+            calls = [step] if isinstance(step, Call) else step
+            results: list[Any] = []
+            with connection.transaction():
+                connection.execute(settings(is_local=True).encode())
+                for call in calls:
+                    text, parameters = self._lanes.rendered(call)
+                    cursor = connection.execute(text.encode(), parameters)
+                    results.append(cursor.fetchall())
+            rows = results[0] if isinstance(step, Call) else results
+
+
+class _Impatient(psycopg.Connection[Row]):
+    """A connection that gives up on a server that is silent for too long."""
+
+    def wait(self, gen: PQGen[T], *args: Any, **kwargs: Any) -> T:
+        return super().wait(_limited(gen), *args, **kwargs)
+
+
+def _limited(gen: PQGen[T]) -> PQGen[T]:
+    deadline = monotonic() + EXCHANGE_SECONDS
+    try:
+        want = next(gen)
+        while True:
+            ready = yield want
+            if not ready and monotonic() > deadline:
+                raise psycopg.OperationalError(f"no answer within {EXCHANGE_SECONDS:g} s")
+            want = gen.send(ready)
+    except StopIteration as stop:
+        result: T = stop.value
+        return result
+
+
+def jittered(seconds: float) -> float:
+    """Between half of it and all of it, so that processes do not march in step."""
+    return seconds * random.uniform(0.5, 1)  # noqa: S311 - nobody gains by guessing it
+
+
+async def run(session: Session, connection: TrioConnection[Row], operation: Operation[T]) -> T:
+    """Drive one operation inside the transaction that is open on the connection."""
+    rows: Any = None
+    while True:
+        try:
+            step = operation.send(rows)
+        except StopIteration as stop:
+            return cast("T", stop.value)
+        if not isinstance(step, Call):
+            rows = await session.execute(connection, step)
+        elif isinstance(step.statement, str):
+            # The caller's own SQL, which names its columns.
+            async with connection.cursor(row_factory=dict_row) as cursor:
+                await cursor.execute(step.statement.encode(), step.parameters or None)
+                rows = await cursor.fetchall()
+        else:
+            (rows,) = await session.execute(connection, [step])
+
+
+# -- opening --------------------------------------------------------------------------------------
+
+
+@asynccontextmanager
+async def open_postgres_store(
+    conninfo: str,
+    *,
+    schema: str = sql.DEFAULT_SCHEMA,
+    listen: bool = True,
+    prepare: bool = True,
+    clock: Clock | None = None,
+    project: Project | None = None,
+    payload_limit: int = PAYLOAD_LIMIT,
+) -> AsyncGenerator[Store]:
+    """A store in a schema of a PostgreSQL database, created when absent.
+
+    Behind a pooler that gives each transaction a server of its own, use ``listen=False`` and
+    ``prepare=False``.
+    """
+    if not 1 <= len(schema.encode()) <= 63 or "\0" in schema:
+        raise ValueError(f"schema is {schema!r:.80}; 1 to 63 bytes are allowed")
+    store = PostgresStore(
+        _completed(conninfo),
+        schema=schema,
+        listen=listen,
+        prepare=prepare,
+        clock=clock,
+        project=project,
+        payload_limit=payload_limit,
+    )
+    try:
+        await store.prepare()
+        yield store
+    finally:
+        with trio.CancelScope(shield=True, deadline=trio.current_time() + 5):
+            await store.close()
+
+
+def _completed(conninfo: str) -> str:
+    defaults: dict[str, Any] = {
+        "connect_timeout": CONNECT_SECONDS,
+        "application_name": "trio_watchdog",
+        **TCP_DEFAULTS,
+    }
+    try:
+        parameters = conninfo_to_dict(conninfo)
+    except psycopg.Error:
+        # Without libpq's own words, which may quote a part of the password.
+        raise ValueError(
+            "database is no valid postgresql:// URL; in its user and password all characters but"
+            " letters, digits and -._~ are to be percent-encoded"
+        ) from None
+    return make_conninfo("", **{**defaults, **parameters, "client_encoding": "UTF8"})
+
+
+def _check_server(connection: TrioConnection[Row]) -> None:
+    major = connection.pgconn.server_version // 10000
+    if major < OLDEST_SERVER:
+        raise StoreInvalid(f"the server is PostgreSQL {major}; {OLDEST_SERVER} or newer is needed")
+    encoding = connection.pgconn.parameter_status(b"server_encoding")
+    if encoding not in (b"UTF8", None):
+        raise StoreInvalid(
+            f"the database has the encoding {encoding.decode()}; UTF8 is needed: create one with"
+            " ENCODING 'UTF8' TEMPLATE template0"
+        )

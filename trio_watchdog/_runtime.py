@@ -1,0 +1,116 @@
+"""What all slots of a process share, and how they are stopped.
+
+Slots are tasks that an outer cancellation does not reach: a handler has to be told why it is
+cancelled, and its job to be handed off. So stopping is two calls, `Runtime.close` (claim nothing
+more) and `Runtime.hurry` (cancel the handlers, and bound the rest), and whoever opens the nursery
+makes both however its block ends.
+"""
+
+from __future__ import annotations
+
+import contextvars
+from collections.abc import Awaitable, Callable
+from contextlib import AbstractContextManager, nullcontext
+from random import Random
+from typing import Any
+
+import trio
+from attrs import define, field
+
+from ._lane import LaneState
+from ._outage import Outage
+from ._renewal import Lease, Renewal
+from ._store import Store
+from ._wake import Bell, Doorbell
+
+HAND_OFF_LIMIT = 5.0
+"""Seconds that a stop takes to write down what was cut short; then leases have to end."""
+
+
+@define(eq=False)
+class Runtime:
+    """What all slots of a process share."""
+
+    store: Store
+    lease: Lease
+    random: Random
+    doorbell: Doorbell
+    outage: Outage
+    renewal: Renewal
+    context: contextvars.Context
+    """Each job runs in a fresh copy of this, so that nothing leaks from one to the next."""
+    nursery: trio.Nursery
+    lanes: dict[str | None, LaneState] = field(factory=dict[str | None, LaneState])
+    quiet: Bell = field(factory=Bell)
+    is_closing: bool = False
+    is_hurried: bool = False
+    _scopes: set[trio.CancelScope] = field(factory=set[trio.CancelScope])
+
+    def named(self) -> tuple[str, ...]:
+        """The lanes with workers of their own."""
+        return tuple(sorted(key for key in self.lanes if key is not None))
+
+    def besides(self, lane: LaneState) -> tuple[str, ...]:
+        """The lanes that a lane of all others must leave alone."""
+        return tuple(sorted({*self.named(), *lane.besides}))
+
+    def start(self, function: Callable[..., Awaitable[None]], *args: Any) -> None:
+        """Run the function as a task that no outer cancellation reaches before `hurry`."""
+        self.context.run(self.nursery.start_soon, self._outlive, function, *args)
+
+    @trio.lowlevel.enable_ki_protection
+    async def _outlive(self, function: Callable[..., Awaitable[None]], *args: Any) -> None:
+        # The shield has no deadline until `hurry` sets one.
+        with trio.CancelScope(shield=True) as scope:
+            self._scopes.add(scope)
+            if self.is_hurried:
+                scope.deadline = trio.current_time() + HAND_OFF_LIMIT
+            try:
+                await function(*args)
+            finally:
+                self._scopes.remove(scope)
+                self.quiet.ring_all()
+
+    def bounded(self) -> AbstractContextManager[object]:
+        """For writing something down: in a hurry it has a time of its own.
+
+        A thread may return long after the others were handed off.
+        """
+        if not self.is_hurried:
+            return nullcontext()
+        return trio.CancelScope(shield=True, deadline=trio.current_time() + HAND_OFF_LIMIT)
+
+    def close(self) -> None:
+        """Claim nothing any more."""
+        self.is_closing = True
+        for lane in self.lanes.values():
+            lane.bell.ring_all()
+
+    def hurry(self) -> None:
+        """Cancel all handlers, and bound what is left to be written down."""
+        self.close()
+        self.is_hurried = True
+        for held in self.renewal.held():
+            held.cancel("shutdown")
+        deadline = trio.current_time() + HAND_OFF_LIMIT
+        for scope in self._scopes:
+            scope.deadline = min(scope.deadline, deadline)
+
+    async def wait_quiet(self) -> None:
+        """Return when neither a lane nor the supervisor has anything to do."""
+        while True:
+            ticket = self.quiet.ticket
+            is_quiet = all(lane.is_quiet for lane in self.lanes.values())
+            if is_quiet and self.doorbell.supervisor.waiting and not self.renewal.held():
+                await trio.lowlevel.checkpoint()
+                return
+            await self.quiet.wait(ticket)
+
+    async def wait_left(self) -> None:
+        """Return when every slot has ended."""
+        while True:
+            ticket = self.quiet.ticket
+            if not self._scopes:
+                await trio.lowlevel.checkpoint()
+                return
+            await self.quiet.wait(ticket)

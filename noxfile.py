@@ -58,7 +58,7 @@ def tests(session: nox.Session) -> None:
 def bench(session: nox.Session) -> None:
     """The benchmarks, beside the peers; not among the default sessions. ``-- --quick``: 3 minutes.
 
-    One peer needs Python 3.12; where no such interpreter is found it is left out, and said so.
+    Two peers need Python 3.13; where no such interpreter is found the report says who is missing.
     """
     session.install(".[postgres]", "-r", "benchmarks/requirements.txt")
     session.run("python", "-m", "benchmarks", *session.posargs)

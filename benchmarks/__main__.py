@@ -6,6 +6,7 @@ import argparse
 import json
 import sys
 import time
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -13,7 +14,10 @@ from .bare import pgbench_binary
 from .contestants import CONTESTANTS
 from .harness import Outcome, Runner, databases, surroundings
 from .report import about, as_json, table, target_table, targets
-from .works import SIZES, STORES, Work, plan
+from .works import SIZES, STORES, Entry, Work, plan
+
+QUICK_SECONDS = 165.0
+"""On a slow or busy machine ``--quick`` leaves out what would begin later than that."""
 
 
 def parsed(arguments: list[str] | None = None) -> argparse.Namespace:
@@ -26,7 +30,9 @@ def parsed(arguments: list[str] | None = None) -> argparse.Namespace:
         "--only", nargs="+", metavar="NAME", help="works, by name or its beginning (see --list)"
     )
     parser.add_argument("--on", choices=STORES, help="one store only")
-    parser.add_argument("--who", nargs="+", metavar="NAME", help="these contestants only")
+    parser.add_argument(
+        "--who", nargs="+", metavar="NAME", help="these lines only, by their beginnings"
+    )
     parser.add_argument("--sizes", choices=SIZES, default=None, help="default: full")
     parser.add_argument("--rounds", type=int, help="default: 3, with --quick 1")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there")
@@ -43,19 +49,12 @@ def chosen(options: argparse.Namespace) -> list[Work]:
         and (options.only is None or any(work.name.startswith(name) for name in options.only))
     ]
     if options.who is not None:
-        works = [
-            Work(
-                **{
-                    **work.__dict__,
-                    "entries": tuple(
-                        entry
-                        for entry in work.entries
-                        if any((entry.contestant or entry.label).startswith(w) for w in options.who)
-                    ),
-                }
-            )
-            for work in works
-        ]
+
+        def is_wanted(entry: Entry) -> bool:
+            names = (entry.label, entry.contestant or "")
+            return any(name.startswith(tuple(options.who)) for name in names)
+
+        works = [replace(work, entries=tuple(filter(is_wanted, work.entries))) for work in works]
     return [work for work in works if work.entries]
 
 
@@ -96,6 +95,9 @@ def main() -> int:
         runner = Runner(made, say)
         try:
             for work in works:
+                if options.quick and time.monotonic() - began > QUICK_SECONDS:
+                    print(f"{work.store}: {work.title}: left out, for time is up")
+                    continue
                 outcomes = runner.work(work, rounds)
                 everything += outcomes
                 figures += as_json(outcomes)

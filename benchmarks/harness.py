@@ -21,6 +21,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from tests.postgres.server import PostgresServer
 
 from .contestants import CONTESTANTS
@@ -55,10 +57,25 @@ class Outcome:
     notes: list[str] = field(default_factory=list)
     about: list[str] = field(default_factory=list)
     """What one must know of the contestant."""
+    paces: list[dict[str, float]] = field(default_factory=list)
+    """How fast the machine was right before each round."""
     error: str | None = None
 
-    def median(self, metric: str) -> float | None:
-        values = self.values.get(metric)
+    def chosen(self, key: str) -> list[float]:
+        """The values of the rounds that count for a metric."""
+        values = self.values.get(key, [])
+        (rounds,) = [metric.rounds for metric in self.work.metrics if metric.key == key]
+        match rounds:
+            case "first":
+                return values[:1]
+            case "later":
+                return values[1:] or values
+            case "all":
+                return values
+
+    def figure(self, key: str) -> float | None:
+        """The median of those."""
+        values = self.chosen(key)
         return statistics.median(values) if values else None
 
 
@@ -69,12 +86,12 @@ class Databases:
         self.folder = folder
         self.server: PostgresServer | None = None
         self._made = 0
-        self._exit = contextlib.ExitStack()
 
     @property
     def admin(self) -> str:
         if self.server is None:
-            self.server = self._exit.enter_context(PostgresServer(**SERVER))
+            self.server = PostgresServer(**SERVER)
+            self.server.start()
         return self.server.socket_url
 
     def make(self, store: Store) -> str:
@@ -109,7 +126,10 @@ class Databases:
         return self
 
     def __exit__(self, *exc_info: object) -> None:
-        self._exit.close()
+        if self.server is not None:
+            # A backend may end while the server looks for it; its guard then ends the rest.
+            with contextlib.suppress(psutil.NoSuchProcess):
+                self.server.close()
 
 
 @contextmanager
@@ -163,6 +183,7 @@ class Runner:
         work, entry = outcome.work, outcome.entry
         self.say(f"{work.store} {work.name}: {entry.label}")
         database = kept.get(entry.label) or self.databases.make(work.store)
+        outcome.paces.append(pace(self.databases.folder))
         try:
             with self._reported(outcome):
                 answer = self._child(work.store, entry, entry.measure, database, entry.options)
@@ -245,11 +266,11 @@ def surroundings(folder: Path) -> dict[str, Any]:
     }
 
 
-def fsync_cost(folder: Path) -> float:
+def fsync_cost(folder: Path, times: int = 100) -> float:
     """Median microseconds of writing and syncing one page: what a durable commit cannot beat."""
     costs = []
     with tempfile.NamedTemporaryFile(dir=folder) as file:
-        for _ in range(200):
+        for _ in range(times):
             file.seek(0)
             file.write(os.urandom(4096))
             file.flush()
@@ -257,3 +278,11 @@ def fsync_cost(folder: Path) -> float:
             os.fdatasync(file.fileno())
             costs.append((time.perf_counter() - start) * 1e6)
     return statistics.median(costs)
+
+
+def pace(folder: Path) -> dict[str, float]:
+    """What the disk and the processor are worth at this moment, whoever else uses them."""
+    start = time.perf_counter()
+    sum(range(1_000_000))
+    cpu = (time.perf_counter() - start) * 1e6
+    return {"fsync_us": fsync_cost(folder, 20), "cpu_us": cpu}

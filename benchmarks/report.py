@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -29,15 +30,15 @@ def table(outcomes: Sequence[Outcome]) -> str:
     width = max(len(outcome.entry.label) for outcome in outcomes)
     for metric in work.metrics:
         lines.append(f"  {metric.title} ({metric.unit})" if metric.unit else f"  {metric.title}")
-        of_base = None if base is None else base.median(metric.key)
+        of_base = None if base is None else base.figure(metric.key)
         for outcome in outcomes:
             label = f"    {outcome.entry.label:{width}}"
-            median = outcome.median(metric.key)
-            if median is None:
+            figure = outcome.figure(metric.key)
+            if figure is None:
                 lines.append(f"{label}  {outcome.error or '-'}")
                 continue
-            ratio = f"{median / of_base:8.2f}" if of_base else " " * 8
-            line = f"{label}  {number(median):>10}  {ratio}  {spread(outcome.values[metric.key])}"
+            ratio = f"{figure / of_base:8.2f}" if of_base else " " * 8
+            line = f"{label}  {number(figure):>10}  {ratio}  {spread(outcome.chosen(metric.key))}"
             lines.append(line.rstrip())
     lines += [f"  * {note}" for note in notes(outcomes)]
     return "\n".join(lines)
@@ -46,6 +47,18 @@ def table(outcomes: Sequence[Outcome]) -> str:
 def notes(outcomes: Sequence[Outcome]) -> list[str]:
     """What happened while measuring."""
     found = [f"{outcome.entry.label}: {note}" for outcome in outcomes for note in outcome.notes]
+    for key, what in (("fsync_us", "an fsync"), ("cpu_us", "a computation")):
+        costs = {
+            outcome.entry.label: statistics.median(pace[key] for pace in outcome.paces)
+            for outcome in outcomes
+            if outcome.paces
+        }
+        least = min(costs.values(), default=0.0)
+        slow = [
+            f"{label} ({cost / least:.1f})" for label, cost in costs.items() if cost > 2 * least
+        ]
+        if slow:
+            found.append(f"before these, {what} took so many times the least: {', '.join(slow)}")
     return list(dict.fromkeys(found))
 
 
@@ -67,8 +80,8 @@ def as_json(outcomes: Sequence[Outcome]) -> list[dict[str, Any]]:
     for outcome in outcomes:
         base = next((o for o in outcomes if o.entry.label == outcome.work.base), None)
         for metric in outcome.work.metrics:
-            median = outcome.median(metric.key)
-            of_base = None if base is None else base.median(metric.key)
+            figure = outcome.figure(metric.key)
+            of_base = None if base is None else base.figure(metric.key)
             rows.append(
                 {
                     "store": outcome.work.store,
@@ -79,9 +92,10 @@ def as_json(outcomes: Sequence[Outcome]) -> list[dict[str, Any]]:
                     "metric": metric.key,
                     "unit": metric.unit,
                     "values": outcome.values.get(metric.key, []),
-                    "median": median,
-                    "ratio": median / of_base if median is not None and of_base else None,
+                    "figure": figure,
+                    "ratio": figure / of_base if figure is not None and of_base else None,
                     "options": outcome.entry.options,
+                    "paces": outcome.paces,
                     "notes": outcome.notes,
                     "error": outcome.error,
                 }
@@ -114,12 +128,12 @@ class Figures:
         for outcome in self.outcomes:
             at = (outcome.work.store, outcome.work.name, outcome.entry.label)
             if at == (store, work, who):
-                return outcome.median(metric)
+                return outcome.figure(metric)
         return None
 
     def peers(self, store: str, work: str, metric: str = "rate") -> list[float]:
         found = [
-            outcome.median(metric)
+            outcome.figure(metric)
             for outcome in self.outcomes
             if (outcome.work.store, outcome.work.name) == (store, work)
             # Not their variants, which do other work.
@@ -149,14 +163,14 @@ def targets(outcomes: Sequence[Outcome]) -> list[Target]:
 
     for lanes, wanted, who in ((32, 0.4, "100 jobs/tx"), (1, 0.6, "1 job/tx")):
         work, bare = f"drain-{lanes}", f"bare loop, {who}"
-        title = f"sqlite: drain, {lanes} lanes / {bare}"
+        title = f"sqlite: drain, {lanes} at a time / {bare}"
         at_least(wanted, title, ours("sqlite", work), figure("sqlite", work, bare))
     for lanes, times, wanted, who in (
         (32, 2, 2, "8 clients, 2 tx/job"),
         (1, 4, 0.7, "1 client, 1 tx/job"),
     ):
         work, mine = f"drain-{lanes}", ours("postgres", f"drain-{lanes}")
-        title = f"postgres: drain, {lanes} lanes / "
+        title = f"postgres: drain, {lanes} at a time / "
         at_least(times, f"{title}fastest peer", mine, fastest(work))
         at_least(
             wanted, f"{title}pgbench, {who}", mine, figure("postgres", work, f"pgbench, {who}")
@@ -183,9 +197,11 @@ def targets(outcomes: Sequence[Outcome]) -> list[Target]:
     for outcome in outcomes:
         store, base, shape = outcome.work.store, outcome.work.base, outcome.entry.label
         if outcome.work.name == "flat" and shape != base:
-            delay, rate = (figure(store, "flat", base, metric) for metric in ("p50", "rate"))
-            at_most(1.5, f"{store}: pick-up p50, {shape} / empty", outcome.median("p50"), delay)
-            at_most(1.5, f"{store}: drain, empty / {shape}", rate, outcome.median("rate"))
+            for metric, title in (("fresh", "pick-up p50, first round"), ("p50", "pick-up p50")):
+                delay = figure(store, "flat", base, metric)
+                at_most(1.5, f"{store}: {title}, {shape} / empty", outcome.figure(metric), delay)
+            rate = figure(store, "flat", base)
+            at_most(1.5, f"{store}: drain, empty / {shape}", rate, outcome.figure("rate"))
     for store in STORES:
         at_most(1, f"{store}: share of a core when idle / 1 %", ours(store, "idle", "core"), 1.0)
     return found

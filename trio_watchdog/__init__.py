@@ -13,6 +13,7 @@ from __future__ import annotations
 from ._borrowed import enqueue_statement, transactional
 from ._client import Client, open_client
 from ._converter import converter
+from ._doctor import Finding
 from ._errors import (
     ClaimUnavailable,
     ExecutionFailed,
@@ -51,6 +52,7 @@ from ._model import (
     TickResult,
     WakeState,
 )
+from ._retention import Retention
 from ._watchdog import Watchdog, WatchdogStatistics, open_watchdog
 
 __all__ = [
@@ -65,6 +67,7 @@ __all__ = [
     "CompletingJob",
     "ExecutionFailed",
     "Fail",
+    "Finding",
     "InvalidJob",
     "Job",
     "JobConflict",
@@ -79,6 +82,7 @@ __all__ = [
     "QueueTransition",
     "QueuedJob",
     "Recovery",
+    "Retention",
     "Retry",
     "RetryPolicy",
     "RunningJob",

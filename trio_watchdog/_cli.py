@@ -11,9 +11,11 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import math
 import os
 import re
 import sys
+import time
 from collections.abc import Awaitable, Callable, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
@@ -29,7 +31,9 @@ if TYPE_CHECKING:
     import trio
 
     from ._client import Client
+    from ._doctor import Finding
     from ._lane import Lanes
+    from ._migrate import Migration
     from ._model import StoredJob
 
 DONE = 0
@@ -88,7 +92,10 @@ def _named_database(arguments: argparse.Namespace) -> str | None:
 
 
 def _database(arguments: argparse.Namespace, *, must_exist: bool = False) -> str:
-    database = _named_database(arguments)
+    return _checked(_named_database(arguments), must_exist=must_exist)
+
+
+def _checked(database: str | None, *, must_exist: bool = False) -> str:
     if not database or database == "sqlite:":
         raise _Stop(USAGE, f"no database; give --database sqlite:PATH or set {DATABASE}")
     if database.removeprefix("sqlite:") == ":memory:":
@@ -153,15 +160,21 @@ def _instant(value: datetime) -> str:
 # -- asking the database ---------------------------------------------------------------------------
 
 
-def _ask(database: str, question: Callable[[Client], Awaitable[R]]) -> R:
+def _ask(
+    database: str,
+    question: Callable[[Client], Awaitable[R]],
+    *,
+    patience: float = PATIENCE,
+    **options: Any,
+) -> R:
     """One question to the database, with an end to waiting."""
     import trio
 
     from ._client import open_client
 
     async def ask() -> R:
-        with trio.move_on_after(PATIENCE):
-            async with open_client(database, retry_for=PATIENCE) as client:
+        with trio.move_on_after(patience):
+            async with open_client(database, retry_for=PATIENCE, **options) as client:
                 return await question(client)
         raise StoreUnavailable(f"no answer within {PATIENCE:.0f} s; is the database up, or locked?")
 
@@ -213,7 +226,7 @@ def _payload(text: str | None) -> Any:
 
 def _show(arguments: argparse.Namespace) -> int:
     database = _database(arguments, must_exist=True)
-    job = _ask(database, lambda client: client.read(arguments.id))
+    job = _ask(database, lambda client: client.read(arguments.id), create=False)
     if job is None:
         raise _Stop(REFUSED, f"no job {arguments.id!r} in {database}; `list` shows what is there")
     _say(arguments, _plain(job), _description(job))
@@ -266,6 +279,7 @@ def _list(arguments: argparse.Namespace) -> int:
             queue=arguments.queue,
             limit=arguments.limit,
         ),
+        create=False,
     )
     rows = [("ID", "LANE", "QUEUE", "STATE", "ATTEMPTS", "NOTE")]
     for job in jobs:
@@ -299,6 +313,7 @@ def _cancel(arguments: argparse.Namespace) -> int:
             cancellation_id=arguments.cancellation_id,
             only_if_queued=arguments.only_if_queued,
         ),
+        create=False,
     )
     refusals = {
         "missing": f"no job {id!r} in {database}; `list` shows what is there",
@@ -335,7 +350,7 @@ def _fail_lane(arguments: argparse.Namespace) -> int:
             if not failure.more:
                 return failed
 
-    failed = _ask(_database(arguments, must_exist=True), fail_all)
+    failed = _ask(_database(arguments, must_exist=True), fail_all, create=False)
     data = {"lane": lane, "failed": len(failed), "jobs": failed}
     _say(arguments, data, f"failed {len(failed)} {_jobs(failed)} of lane {_printable(lane)}")
     return DONE
@@ -347,7 +362,8 @@ def _jobs(counted: Sequence[Any] | int) -> str:
 
 def _purge(arguments: argparse.Namespace) -> int:
     queue: str = arguments.queue
-    count = _ask(_database(arguments, must_exist=True), lambda client: client.purge_queue(queue))
+    database = _database(arguments, must_exist=True)
+    count = _ask(database, lambda client: client.purge_queue(queue), create=False)
     text = f"deleted {count} queued {_jobs(count)} of queue {_printable(queue)}"
     _say(arguments, {"queue": queue, "deleted": count}, text)
     return DONE
@@ -357,7 +373,7 @@ def _stats(arguments: argparse.Namespace) -> int:
     async def look(client: Client) -> tuple[list[tuple[str, str, str | None, int]], Any]:
         return await client.count_jobs(), await client.wake_state()
 
-    counts, wake = _ask(_database(arguments, must_exist=True), look)
+    counts, wake = _ask(_database(arguments, must_exist=True), look, create=False)
     names = ("lane", "state", "outcome", "count")
     data = {
         "counts": [dict(zip(names, row, strict=True)) for row in counts],
@@ -387,6 +403,145 @@ def _statistics(counts: Sequence[tuple[str, str, str | None, int]]) -> str:
         for lane, row in [*sorted(lanes.items()), ("total", total)]
     ]
     return _table(table, right=frozenset(range(1, len(columns) + 1)))
+
+
+# -- upkeep ---------------------------------------------------------------------------------------
+
+
+def _looking(database: str) -> dict[str, Any]:
+    """Options for commands that only look, and should be able to look at everything."""
+    only: dict[str, Any] = {"read_only": True}
+    return only if _sqlite_path(database) is None else {**only, "allow_network": True}
+
+
+def _doctor(arguments: argparse.Namespace) -> int:
+    database = _database(arguments, must_exist=True)
+    findings = _ask(
+        database, lambda client: client.examine(), patience=math.inf, **_looking(database)
+    )
+    # The server's own words may be among them.
+    rows = [(finding.level, finding.topic, redact(finding.text, database)) for finding in findings]
+    data = [dict(zip(("level", "topic", "text"), row, strict=True)) for row in rows]
+    _say(arguments, data, f"{_table(rows)}\n\n{_verdict(findings)}")
+    return DONE if _are_well(findings) else REFUSED
+
+
+def _are_well(findings: Sequence[Finding]) -> bool:
+    return all(finding.level in ("ok", "note") for finding in findings)
+
+
+def _verdict(findings: Sequence[Finding]) -> str:
+    if _are_well(findings):
+        return "all is well"
+    counts = {level: sum(f.level == level for f in findings) for level in ("fault", "warning")}
+    return ", ".join(
+        f"{count} {level}{'' if count == 1 else 's'}" for level, count in counts.items() if count
+    )
+
+
+def _explain(arguments: argparse.Namespace) -> int:
+    database = _database(arguments, must_exist=True)
+    id: str = arguments.id
+
+    async def look(client: Client) -> str | None:
+        return None if await client.read(id) is None else await client.explain(id)
+
+    text = _ask(database, look, **_looking(database))
+    if text is None:
+        raise _Stop(REFUSED, f"no job {id!r} in {database}; `list` shows what is there")
+    _say(arguments, {"id": id, "explanation": text}, _printable(text))
+    return DONE
+
+
+def _migrate(arguments: argparse.Namespace) -> int:
+    import trio
+
+    from ._migrate import SourceInUse, migrate
+    from ._open import open_store
+
+    target = _checked(arguments.target or _named_database(arguments))
+    if arguments.source is None:
+        _ask(target, lambda client: client.wake_state())
+        _say(arguments, {"database": redact(target)}, f"{redact(target)} has all its tables")
+        return DONE
+    source = _checked(arguments.source, must_exist=True)
+    progress = _Progress("moved", "job")
+
+    async def move() -> Migration:
+        async with open_store(source, create=False) as old, open_store(target) as new:
+            return await migrate(old, new, progress)
+
+    try:
+        result = trio.run(move)
+    except BaseException as error:
+        leaf = _leaves(error)[0]
+        if isinstance(leaf, SourceInUse):
+            raise _Stop(REFUSED, str(leaf)) from error
+        if isinstance(leaf, ValueError) and not isinstance(leaf, StoreInvalid):
+            raise _Stop(USAGE, str(leaf)) from error
+        raise
+    finally:
+        progress.end()
+    there = f", {result.duplicates} of them there already" if result.duplicates else ""
+    _say(arguments, _plain(result), f"moved {result.moved} {_jobs(result.moved)}{there}")
+    if result.left:
+        shown = "; ".join(f"{id!r}: {why}" for id, why in result.left[:5])
+        more = f"; and {len(result.left) - 5} more" if len(result.left) > 5 else ""
+        raise _Stop(REFUSED, f"{len(result.left)} {_jobs(result.left)} stayed: {shown}{more}")
+    return DONE
+
+
+def _prune(arguments: argparse.Namespace) -> int:
+    if arguments.older_than is None and arguments.keep is None:
+        raise _Stop(USAGE, "give --older-than or --keep; with both, what is both goes")
+    if arguments.lane is not None and arguments.queue is not None:
+        raise _Stop(USAGE, "give --lane or --queue, not both")
+    database = _database(arguments, must_exist=True)
+    count = _ask(
+        database,
+        lambda client: client.prune(
+            older_than=arguments.older_than,
+            keep=arguments.keep,
+            lane=arguments.lane,
+            queue=arguments.queue,
+        ),
+        patience=math.inf,
+        create=False,
+    )
+    _say(arguments, {"deleted": count}, f"deleted {count} settled {_jobs(count)}")
+    return DONE
+
+
+class _Progress:
+    """How far a long command has come: a line on stderr, on a terminal always the same one."""
+
+    INTERVAL = 2.0
+
+    def __init__(self, verb: str, noun: str) -> None:
+        self._verb = verb
+        self._noun = noun
+        self._is_terminal = sys.stderr.isatty() and os.environ.get("TERM") != "dumb"
+        self._told_at = time.monotonic()
+        self._is_drawn = False
+
+    def __call__(self, count: int) -> None:
+        now = time.monotonic()
+        if now < self._told_at + (0.1 if self._is_terminal else self.INTERVAL):
+            return
+        self._told_at = now
+        text = f"{self._verb} {count} {self._noun}s so far"
+        self._is_drawn = self._is_terminal
+        print(
+            f"\r{text}" if self._is_terminal else text,
+            end="" if self._is_terminal else "\n",
+            file=sys.stderr,
+            flush=True,
+        )
+
+    def end(self) -> None:
+        """Leave the line to others."""
+        if self._is_drawn:
+            print("\r\x1b[K", end="", file=sys.stderr, flush=True)
 
 
 # -- run ------------------------------------------------------------------------------------------
@@ -664,6 +819,20 @@ def _integer(low: int) -> Callable[[str], int]:
     return parse
 
 
+_UNITS = {"": 1, "s": 1, "min": 60, "m": 60, "h": 3600, "d": 86400, "w": 604800}
+
+
+def _duration(text: str) -> float:
+    match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?) ?([a-z]*)", text)
+    unit = None if match is None else _UNITS.get(match[2])
+    value = -1.0 if match is None or unit is None else float(match[1]) * unit
+    if not 0 <= value < 1e9:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not a duration, such as 90s, 15min, 12h, 30d or 4w"
+        )
+    return value
+
+
 def _instant_argument(text: str) -> datetime:
     try:
         value = datetime.fromisoformat(text)
@@ -682,7 +851,8 @@ def _instant_argument(text: str) -> datetime:
 _EXIT_CODES = """\
 exit codes:
   0  done
-  1  refused, or not there: no such job, conflict, already ended, a demo that found a fault
+  1  refused, or not there: no such job, conflict, already ended, a worker in the way of a
+     migration; or a doctor or demo that found something wrong
   2  the command or one of its values is wrong; nothing was asked
   3  the database is unavailable, or invalid
   130, 143  interrupted by Ctrl-C or SIGTERM (one signal drains `run`, which then ends with 0)
@@ -842,6 +1012,57 @@ def _parser() -> argparse.ArgumentParser:
 
     command("stats", _stats, "count the jobs of each lane", "trio-watchdog stats --json")
 
+    command(
+        "doctor",
+        _doctor,
+        "look for what is wrong",
+        "trio-watchdog doctor --database sqlite:jobs.db",
+        "Look for what is wrong with a database: its rows, claims and queues, and the file or the\n"
+        "server. Changes nothing. Exit code 1 when there is a warning or a fault.",
+    )
+
+    explain = command(
+        "explain",
+        _explain,
+        "say why a job is not running",
+        "trio-watchdog explain mail-1",
+        "Say in words why a job is not running, or what became of it.",
+    )
+    explain.add_argument("id", metavar="ID", help="the job")
+
+    migrate = command(
+        "migrate",
+        _migrate,
+        "move the unsettled jobs to another database",
+        "trio-watchdog migrate --from sqlite:jobs.db --to postgresql://ada@localhost/jobs",
+        "Move the jobs that have not ended to another database, with their counters. Stop the\n"
+        "workers of the old one first. What was interrupted is simply started again. Without\n"
+        "--from, make the tables of the database, or check those that are there.",
+        f"the new database, if --to is not given; else ${DATABASE}",
+    )
+    migrate.add_argument(
+        "--from", dest="source", metavar="DATABASE", help="the old database, to be emptied"
+    )
+    migrate.add_argument("--to", dest="target", metavar="DATABASE", help="the new database")
+
+    prune = command(
+        "prune",
+        _prune,
+        "delete old settled jobs",
+        "trio-watchdog prune --older-than 30d",
+        "Delete settled jobs that are old, or beyond a count, or with both options those that are\n"
+        "both; a few hundred at a time. What a reader of the feed has protected and not read yet\n"
+        "stays.",
+    )
+    prune.add_argument(
+        "--older-than", type=_duration, metavar="DURATION", help="such as 90s, 15min, 12h, 30d, 4w"
+    )
+    prune.add_argument(
+        "--keep", type=_integer(0), metavar="N", help="what is beyond the newest N goes"
+    )
+    prune.add_argument("--lane", help="only jobs of this lane")
+    prune.add_argument("--queue", help="only jobs of this queue")
+
     worker = command("demo-worker", _demo_worker, None, "", "A worker process of the demo.")
     worker.add_argument("--run", required=True)
     worker.add_argument("--kinds", required=True)
@@ -865,7 +1086,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         arguments = _parse(given)
         if arguments is not None:
-            database = _named_database(arguments)
+            named = (getattr(arguments, name, None) for name in ("source", "target"))
+            # All that may hold a password.
+            database = " ".join(filter(None, (_named_database(arguments), *named)))
             code = arguments.act(arguments)
         sys.stdout.flush()
         return code

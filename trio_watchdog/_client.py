@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random as random_module
+import time
 from collections.abc import (
     AsyncGenerator,
     Awaitable,
@@ -20,6 +21,7 @@ import trio
 from attrs import evolve
 
 from . import _wishes as wishes
+from ._doctor import Finding, examine, explain
 from ._errors import StoreInvalid, WatchdogError
 from ._identity import fresh_token
 from ._model import (
@@ -34,10 +36,12 @@ from ._model import (
     WakeState,
     check_instant,
     check_seconds,
+    check_text,
     to_milliseconds,
 )
 from ._open import Database, open_store
 from ._outage import Outage
+from ._retention import Retention, prune
 from ._store import Project, Store
 from ._wake import Doorbell
 
@@ -75,8 +79,11 @@ class Client:
         self._watch = watch
 
     async def _ask(self, wish: wishes.Wish[R]) -> R:
+        return await self._riding_out(lambda: self._store.ask(wish))
+
+    async def _riding_out(self, ask: Callable[[], Awaitable[R]]) -> R:
         until = trio.current_time() + self._retry_for
-        return await self._outage.riding_out(lambda: self._store.ask(wish), until)
+        return await self._outage.riding_out(ask, until)
 
     async def enqueue(self, job: Job) -> Admission:
         """Whether the job was admitted, or had been before (``duplicate``).
@@ -161,6 +168,56 @@ class Client:
     async def purge_queue(self, queue: str) -> int:
         """Delete the queue's queued jobs; says how many."""
         return await self._ask(wishes.PurgeQueue(queue))
+
+    async def prune(
+        self,
+        *,
+        older_than: float | None = None,
+        keep: int | None = None,
+        lane: str | None = None,
+        queue: str | None = None,
+    ) -> int:
+        """Delete settled jobs older than so many seconds, or beyond the newest ``keep``; says how
+        many.
+
+        One of the two is needed; with both, only what is older and beyond the count goes. Of one
+        lane or queue, or of all. In transactions of a few hundred jobs, so a call that is cancelled
+        has deleted a part. What a reader protects (`protect_settled`) stays. An id whose job has
+        gone can be admitted again.
+        """
+        now = self._store.now()
+        if now is None:
+            now = time.time_ns() // 1_000_000
+        return await prune(self._ask, Retention(older_than, keep, lane=lane, queue=queue), now)
+
+    async def protect_settled(self, reader: str, after: str | None = None) -> None:
+        """Keep what ``reader`` has still to read from being pruned: all after the cursor ``after``.
+
+        Durable, until the same reader protects from a later cursor, or is released. So a reader of
+        the feed calls it now and then with the cursor that it has written down for itself, and a
+        reader that is gone for good has to be released, or nothing is ever pruned again.
+        """
+        check_text(reader, "reader")
+        await self._ask(wishes.ProtectSettled(reader, after))
+
+    async def release_settled(self, reader: str) -> bool:
+        """End the reader's protection; says whether there was one."""
+        check_text(reader, "reader")
+        return await self._ask(wishes.ReleaseSettled(reader))
+
+    async def examine(self) -> list[Finding]:
+        """What is wrong with the database, and how it is: rows, claims, queues, the server or file.
+
+        Changes nothing. It reads all unsettled jobs, and of a file every page.
+        """
+        return await self._riding_out(lambda: examine(self._store))
+
+    async def explain(self, id: str) -> str:
+        """Why the job is not running, or what became of it, in a few sentences.
+
+        Raises `StoreInvalid` if there is no job of this id.
+        """
+        return await self._riding_out(lambda: explain(self._store, id))
 
     async def wake_state(self, now: datetime | None = None) -> WakeState:
         """Whether anything is due (at ``now``), and the earliest instant at which more will be."""

@@ -12,7 +12,6 @@ for each job.
 from __future__ import annotations
 
 import logging
-import math
 from typing import Any, TypeVar, cast
 
 import trio
@@ -120,7 +119,7 @@ class Desk:
                 return None
             failures += 1
             self._complain(trouble, held)
-            until = math.inf if held is None else held.write_until
+            until = runtime.claim_until if held is None else held.write_until
             if trio.current_time() >= until:
                 return None
             await runtime.outage.pause(failures, until)

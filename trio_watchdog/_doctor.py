@@ -14,6 +14,7 @@ from ._wishes import (
     Place,
     ReadExpired,
     ReadPlace,
+    ReadUnserved,
     ReadWaitingOnTime,
 )
 
@@ -33,11 +34,22 @@ class Finding:
 async def examine(store: Store) -> list[Finding]:
     """All findings about a database; opening the store has checked its schema already."""
     findings = [Finding("ok", "schema", "the tables are there, in the version of this package")]
-    findings += await _rows(store)
-    findings += await _claims(store)
-    findings += await _queues(store)
-    findings += [Finding(*vital) for vital in await store.vitals()]
+    for topic, look in (
+        ("rows", _rows),
+        ("claims", _claims),
+        ("queues", _queues),
+        ("database", _vitals),
+    ):
+        try:
+            findings += await look(store)
+        except StoreInvalid as error:
+            # Damage here must not hide what the other looks find.
+            findings.append(Finding("fault", topic, str(error)))
     return findings
+
+
+async def _vitals(store: Store) -> list[Finding]:
+    return [Finding(*vital) for vital in await store.vitals()]
 
 
 async def _rows(store: Store) -> list[Finding]:
@@ -51,7 +63,7 @@ async def _rows(store: Store) -> list[Finding]:
         count += checked.count
         findings += [Finding("fault", "rows", text) for _, text in checked.faults]
     if not findings:
-        findings.append(Finding("ok", "rows", f"{count} unsettled jobs, all readable"))
+        findings.append(Finding("ok", "rows", f"{_count(count, 'unsettled job')}, all readable"))
     return findings
 
 
@@ -85,9 +97,18 @@ async def _queues(store: Store) -> list[Finding]:
             "note",
             "queues",
             f"queue {trouble.queue!r} waits for its head {trouble.id!r}, which is due in"
-            f" {duration(trouble.seconds)}; {trouble.waiting} more wait behind it",
+            f" {duration(trouble.seconds)}; {_count(trouble.waiting)} behind it",
         )
         for trouble in await store.ask(ReadWaitingOnTime())
+    ]
+    findings += [
+        Finding(
+            "note",
+            "lanes",
+            f"lane {lane!r} has {_count(count)} that may be claimable, and none runs; if it stays"
+            " so, no process serves it",
+        )
+        for lane, count in await store.ask(ReadUnserved())
     ]
     return findings or [Finding("ok", "queues", "no queue is held up")]
 
@@ -138,31 +159,55 @@ def _running(job: RunningJob, place: Place) -> Iterator[str]:
 async def _queued(store: Store, job: QueuedJob, place: Place) -> list[str]:
     if job.cancellation_id is not None:
         return ["Its cancellation was requested; a watchdog settles it without running it."]
-    said: list[str] = []
     head = await store.read_queue_head(job.queue)
-    if head.job_id is not None and head.job_id != job.id:
-        state = "is running" if head.state == "running" else "waits"
-        said.append(
-            f"It waits in queue {job.queue!r} behind {head.job_id!r}, which {state}"
-            f" ({place.ahead_in_queue} queued jobs go before it)."
-        )
-        blocking = await store.ask(ReadPlace(head.job_id))
-        if head.state == "queued" and blocking is not None and blocking.due_in > 0:
-            said.append(f"That one is due in {duration(blocking.due_in)}.")
+    if head.job_id in (None, job.id):
+        return list(_at_head(job, place, "It goes first in its queue and"))
+    said = [
+        f"It waits in queue {job.queue!r} behind {head.job_id!r}, which"
+        f" {'is running' if head.state == 'running' else 'waits itself'}."
+    ]
+    if place.ahead_in_queue > (head.state == "queued"):
+        said.append(f"In all, {_count(place.ahead_in_queue)} of the queue go before it.")
+    first = await store.read(head.job_id)
+    standing = await store.ask(ReadPlace(head.job_id))
+    if isinstance(first, QueuedJob) and standing is not None:
+        said += _at_head(first, standing, "That one")
     if place.due_in > 0:
-        attempts = f", after {job.attempt_count} attempts" if job.attempt_count else ""
-        said.append(f"It is due in {duration(place.due_in)}{attempts}.")
-    elif head.job_id == job.id:
-        said.append(
-            f"It goes first in its queue and is due; it waits for a free worker of lane"
-            f" {job.lane!r} ({place.ahead_in_lane} jobs of the lane go before it)."
-        )
+        said.append(f"It is not due itself: {_due(job, place)}.")
     return said
+
+
+def _at_head(job: QueuedJob, place: Place, subject: str) -> Iterator[str]:
+    """Why a job that nothing of its queue is in the way of does not run."""
+    if job.cancellation_id is not None:
+        yield f"{subject} is to be cancelled, which a watchdog does."
+    elif place.due_in > 0:
+        yield f"{subject} is not due: {_due(job, place)}."
+    else:
+        yield f"{subject} is due, and waits for a free worker of lane {job.lane!r}."
+        running, ahead = place.running_in_lane, place.ahead_in_lane
+        if ahead:
+            yield f"There, {_count(ahead)} may go before it."
+        if running:
+            yield f"{_count(running).capitalize()} of the lane run now."
+        else:
+            yield "None of the lane runs now: if it stays so, no process serves it."
+
+
+def _due(job: QueuedJob, place: Place) -> str:
+    attempts = f", after {_count(job.attempt_count, 'attempt')}" if job.attempt_count else ""
+    return f"it may run in {duration(place.due_in)}{attempts}"
+
+
+def _count(count: int, noun: str = "job") -> str:
+    return f"{count} {noun}{'' if count == 1 else 's'}"
 
 
 def duration(seconds: float) -> str:
     """A duration for people, in the unit that fits."""
     for unit, size in (("d", 86400.0), ("h", 3600.0), ("min", 60.0), ("s", 1.0)):
-        if seconds >= size:
-            return f"{seconds / size:.3g} {unit}"
+        # What would be shown as 60 min is an hour.
+        if seconds >= 0.9995 * size:
+            count = seconds / size
+            return f"{count:.3g} {unit}" if count < 1000 else f"{count:.0f} {unit}"
     return f"{max(seconds, 0) * 1000:.0f} ms"

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from typing import Any, TypeVar, cast
@@ -67,6 +68,9 @@ PAGE_LIMIT = 256
 
 CLAIM_WINDOW = 16
 """Ready rows that a claim looks at beyond the number it wants."""
+
+LANES_TRIED = 4
+"""Lanes in which one claim of any lane looks for a job, before it is told to come again."""
 
 
 class Locked(StoreUnavailable):
@@ -512,17 +516,29 @@ def claim(wishes: Sequence[w.Claim], effects: Effects) -> Operation[list[Any]]:
         for index, wish in enumerate(wishes)
         if index not in answers and wish.lane is not None
     }
+    choices: dict[int, list[str]] = {}
     for without in {wishes[index].without for index in others}:
         slots = [index for index in others if wishes[index].without == without]
-        _, rows = yield (
+        staged, rows = yield (
             one(sql.STAGE),
             one(sql.READ_READY_LANES, without=json.dumps(without)),
         )
+        for lane, _ in staged:
+            effects.claimable(lane, 0)
+        found = [row[0] for row in rows]
         for position, index in enumerate(slots):
             # With more slots than lanes the lanes take turns; each slot asks for one of them.
-            if rows:
-                lanes[index] = rows[position % len(rows)][0]
-    yield from _claim_in_lanes(wishes, lanes, answers, effects)
+            turn = position % max(len(found), 1)
+            choices[index] = found[turn:] + found[:turn]
+    for _ in range(LANES_TRIED):
+        lanes.update({index: left.pop(0) for index, left in choices.items() if left})
+        yield from _claim_in_lanes(wishes, lanes, answers, effects)
+        # What was ready there somebody else has taken, or holds; there may be something elsewhere.
+        choices = {i: left for i, left in choices.items() if left and i not in answers}
+        lanes = {}
+        if not choices:
+            break
+    answers.update({index: w.Claimed(None, more=True) for index in choices})
     return [answers.get(index, w.Claimed(None)) for index in range(len(wishes))]
 
 
@@ -554,7 +570,11 @@ def _claim_in_lanes(
                     many(sql.CLAIM_BEYOND, requests, window=window),
                 )
             else:
-                _, rows = yield (one(sql.STAGE), many(sql.CLAIM, requests, window=window))
+                staged, rows = yield (one(sql.STAGE), many(sql.CLAIM, requests, window=window))
+                taken = Counter(row[2] for row in rows)
+                for lane, count in staged:
+                    if count > taken[lane]:
+                        effects.claimable(lane, 0)
         except StoreUnavailable:
             if not is_last:
                 raise
@@ -990,9 +1010,9 @@ OPERATIONS: dict[type[w.Wish[Any]], Kind] = {
     w.SettleCancelled: settle_cancelled,
     w.Reconcile: reconcile,
     w.PurgeQueue: purge_queue,
-    w.Prune: upkeep.prune,
     w.ProtectSettled: upkeep.protect_settled,
     w.ReleaseSettled: upkeep.release_settled,
+    w.Prune: upkeep.prune,
     w.RepairLost: upkeep.repair_lost,
     w.Remove: upkeep.remove,
     w.Import: upkeep.import_,
@@ -1007,6 +1027,7 @@ OPERATIONS: dict[type[w.Wish[Any]], Kind] = {
     w.ReadExpired: upkeep.read_expired,
     w.ReadLost: upkeep.read_lost,
     w.ReadWaitingOnTime: upkeep.read_waiting_on_time,
+    w.ReadUnserved: upkeep.read_unserved,
     w.ReadPlace: upkeep.read_place,
     w.Read: read,
     w.ReadQueueHead: read_queue_head,
@@ -1033,6 +1054,7 @@ READS = frozenset(
         w.ReadExpired,
         w.ReadLost,
         w.ReadPlace,
+        w.ReadUnserved,
         w.ReadWaitingOnTime,
         w.NextRunningClaim,
         w.Read,

@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
-from collections.abc import Sequence
+from collections.abc import Iterable
 from pathlib import Path
 from types import TracebackType
 
@@ -105,17 +105,17 @@ class OwnerLock:
 
     # -- dead owners ------------------------------------------------------------------------------
 
-    def dead(self, owners: Sequence[str]) -> tuple[str, ...]:
-        """Those of the owners, as named by claims, whose process has ended."""
-        dead = tuple(owner for owner in owners if owner != self.owner and self._is_dead(owner))
-        for owner in self._others():
-            if owner not in owners and self._is_dead(owner):
-                # No claim names it, so nobody will ask for it again.
-                self._known_dead.discard(owner)
-                for path in (self._socket_path(owner), self._path(owner)):
-                    with contextlib.suppress(OSError):
-                        path.unlink()
-        return dead
+    def dead(self) -> set[str]:
+        """The other owners whose process has ended, as far as they have left their file."""
+        return {owner for owner in self._others() if self._is_dead(owner)}
+
+    def forget(self, owners: Iterable[str]) -> None:
+        """Remove the files of dead owners that no claim names any more."""
+        for owner in owners:
+            self._known_dead.discard(owner)
+            for path in (self._socket_path(owner), self._path(owner)):
+                with contextlib.suppress(OSError):
+                    path.unlink()
 
     def has_newly_dead(self) -> bool:
         """Whether an owner has died since this was asked last."""
@@ -126,6 +126,12 @@ class OwnerLock:
         }
         self._known_dead |= newly
         return bool(newly)
+
+    def count(self) -> tuple[int, int]:
+        """How many other owners' files are of the living, and how many of the dead."""
+        others = self._others()
+        dead = sum(map(self._is_dead, others))
+        return len(others) - dead, dead
 
     def _others(self) -> list[str]:
         try:

@@ -19,6 +19,7 @@ from __future__ import annotations
 import json
 import logging
 import random
+import select
 from collections.abc import AsyncGenerator, Awaitable, Callable, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, asynccontextmanager, contextmanager, suppress
 from time import monotonic
@@ -40,10 +41,11 @@ from ._identity import fresh_token
 from ._model import QueueTransition, StoredJob
 from ._operations import Locked
 from ._payload import PAYLOAD_LIMIT
+from ._postgres_vitals import round_trip, server_vitals
 from ._psycopg import TCP_DEFAULTS, TrioConnection
 from ._psycopg_errors import is_lost_race, is_refusal, is_stale, store_error
 from ._rows import Row
-from ._store import ELSEWHERE, Change, Project, Renewer, Store
+from ._store import ELSEWHERE, Change, Project, Renewer, Store, Vital
 from ._trip import Prepared, trip
 from ._wishes import Wish
 
@@ -151,7 +153,7 @@ class Session:
         finally:
             self._wanted -= 1
         try:
-            if self._connection is None or self._connection.closed:
+            if self._connection is None or _is_broken(self._connection):
                 self._connection = await self._connect()
             yield self._connection
         except psycopg.Error as error:
@@ -277,6 +279,27 @@ class Session:
         """Close the connection if there is one."""
         if self._connection is not None:
             await self._connection.close()
+
+
+def _is_broken(connection: TrioConnection[Row]) -> bool:
+    """Whether a connection that nobody uses is closed, at this end or the other.
+
+    What is sent on one that the other end has closed would be lost, and nobody could tell whether
+    it had been executed.
+    """
+    if connection.closed:
+        return True
+    poll = select.poll()
+    poll.register(connection.fileno(), select.POLLIN)
+    try:
+        # A few words may come before the end: a notice, or why the connection is closed.
+        for _ in range(3):
+            if not poll.poll(0):
+                return False
+            connection.pgconn.consume_input()
+    except psycopg.OperationalError:
+        return True
+    return connection.closed
 
 
 Clock = Callable[[], Mapping[str, int]]
@@ -541,6 +564,8 @@ class PostgresStore(Store):
         self._offset: float | None = None
 
     async def submit(self, *asked: Wish[Any]) -> list[Any]:
+        # A fork shares the sockets, and would talk into its parent's conversations.
+        self.refuse_fork()
         is_lanes = any(type(wish) in _LANES for wish in asked)
         exchange = self._lane_exchange if is_lanes else self._caller_exchange
         answers = await exchange.submit(asked)
@@ -588,12 +613,17 @@ class PostgresStore(Store):
             return None
         return int((trio.current_time() + self._offset) * 1000)
 
-    async def prepare(self) -> None:
+    async def prepare(self, *, create: bool = True) -> None:
         """Create the schema when absent, check it when present."""
         with in_time():
             async with self._callers.connected() as connection:
                 _check_server(connection)
                 version = await self._schema_version(connection)
+                if version is None and not create:
+                    raise StoreInvalid(
+                        f"schema {self._schema!r} is not in this database; name another one, or"
+                        " let `trio-watchdog migrate`, or opening without create=False, make it"
+                    )
                 if version is None:
                     await self._create(connection)
                     version = await self._schema_version(connection)
@@ -645,6 +675,19 @@ class PostgresStore(Store):
                 self.dialect.text(sql.WRITE_META).encode(),
                 {"name": "schema_version", "value": str(sql.SCHEMA_VERSION)},
             )
+
+    async def vitals(self) -> list[Vital]:
+        with in_time():
+            async with self._callers.connected() as connection:
+                vitals = await server_vitals(connection, self._schema)
+                if self._listen:
+                    async with self._lanes.connected() as sending:
+                        vital, has_others = await round_trip(connection, sending)
+                    vitals.append(vital)
+                    if has_others:
+                        # They were meant for `watch`.
+                        self.report(ELSEWHERE)
+        return vitals
 
     async def close(self) -> None:
         """Close the connections."""
@@ -847,23 +890,21 @@ class PostgresStore(Store):
             logger.debug("a notification was not sent: %s", error)
 
     async def _look_after_notes(self) -> None:
-        """Raise heads that somebody's open transaction held when their queue became free."""
         while True:
             try:
-                _, _, raised = await self._callers.step(
-                    [
-                        one(sql.LOCK_NOTES),
-                        one(sql.DELETE_NOTES),
-                        one(sql.PROMOTE_NOTED),
-                    ]
-                )
+                await self._look_at_notes()
             except WatchdogError as error:
                 logger.debug("notes could not be looked at: %s", error)
-            else:
-                if raised:
-                    self._must_notify.set()
-                    self.report(ELSEWHERE)
             await trio.sleep(jittered(CHECK_SECONDS))
+
+    async def _look_at_notes(self) -> None:
+        """Raise heads that somebody's open transaction held when their queue became free."""
+        _, _, raised = await self._callers.step(
+            [one(sql.LOCK_NOTES), one(sql.DELETE_NOTES), one(sql.PROMOTE_NOTED)]
+        )
+        if raised:
+            self._must_notify.set()
+            self.report(ELSEWHERE)
 
     # -- renewals ---------------------------------------------------------------------------------
 
@@ -971,12 +1012,15 @@ async def open_postgres_store(
     schema: str = sql.DEFAULT_SCHEMA,
     listen: bool = True,
     prepare: bool = True,
+    create: bool = True,
+    read_only: bool = False,
     clock: Clock | None = None,
     project: Project | None = None,
     payload_limit: int = PAYLOAD_LIMIT,
 ) -> AsyncGenerator[Store]:
     """A store in a schema of a PostgreSQL database, created when absent.
 
+    ``create=False``, or ``read_only``, refuses a database that has no such schema.
     Behind a pooler that gives each transaction a server of its own, use ``listen=False`` and
     ``prepare=False``.
     """
@@ -992,7 +1036,7 @@ async def open_postgres_store(
         payload_limit=payload_limit,
     )
     try:
-        await store.prepare()
+        await store.prepare(create=create and not read_only)
         yield store
     finally:
         with trio.CancelScope(shield=True, deadline=trio.current_time() + 5):

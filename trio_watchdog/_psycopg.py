@@ -155,8 +155,8 @@ class TrioConnection(psycopg.AsyncConnection[Row]):
             )
         failures: list[psycopg.Error] = []
         for attempt in attempts:
-            where = [f"{key} {attempt[key]}" for key in ("host", "port") if key in attempt]
-            late = errors.ConnectionTimeout(f"no answer from {' '.join(where)} in {timeout} s")
+            where = {key: attempt[key] for key in ("host", "hostaddr", "port") if key in attempt}
+            late = errors.ConnectionTimeout(f"no answer in {timeout} s from {where}")
             try:
                 with _limit(timeout, late):
                     gen = generators.connect(make_conninfo("", **attempt))
@@ -476,15 +476,13 @@ async def _ready(fd: int, want: int) -> Ready:
 
         async def wait(until: Callable[[int], Awaitable[None]], flag: Ready) -> None:
             nonlocal found
-            with suppress(trio.ClosedResourceError):
+            with suppress(trio.ClosedResourceError):  # asked for its socket, it will say so
                 await until(fd)
                 found |= flag
             nursery.cancel_scope.cancel()
 
         nursery.start_soon(wait, wait_readable, Ready.R)
         nursery.start_soon(wait, wait_writable, Ready.W)
-    if not found:
-        raise trio.ClosedResourceError
     return Ready(found)
 
 

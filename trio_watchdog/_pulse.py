@@ -49,6 +49,7 @@ class Pulse(trio.abc.Instrument):
         stall_limit: float,
     ) -> None:
         self._renewal = renewal
+        renewal.catch_up = self.apply
         self._open_renewer = open_renewer
         self._stall_warning = stall_warning
         self._stall_limit = stall_limit

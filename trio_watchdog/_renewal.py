@@ -12,7 +12,7 @@ Where the store can be asked from another thread, `_pulse` renews; else `Renewal
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from random import Random
 from typing import Any
@@ -76,6 +76,8 @@ class Held:
         self.cancelled_at: float | None = None
         self.over_at: float | None = None
         """When its handler was left; from then on no cause is recorded any more."""
+        self.catch_up: Callable[[], None] = _nothing
+        """Applies renewals that have arrived, before anybody looks at the deadline."""
 
     @property
     def lease_deadline(self) -> float:
@@ -124,6 +126,10 @@ class Held:
             self.cancel("lane_failed" if answer.settled_as_failed else "lease_lost")
 
 
+def _nothing() -> None:
+    pass
+
+
 current_held: ContextVar[Held | None] = ContextVar("trio_watchdog_held", default=None)
 """What the present task works under, for whoever finds the event loop blocked by it."""
 
@@ -139,6 +145,7 @@ class Renewal:
         self.outage = outage
         self.renewed_at: float | None = None
         """When the last renewal that was answered was sent, on Trio's clock."""
+        self.catch_up: Callable[[], None] = _nothing
         self._store = store
         self._doorbell = doorbell
         self._held: dict[str, Held] = {}
@@ -148,6 +155,7 @@ class Renewal:
 
     def hold(self, held: Held) -> None:
         """Renew this claim from now on."""
+        held.catch_up = self.catch_up
         with self._lock:
             self._held[held.token] = held
 

@@ -102,7 +102,13 @@ async def fence(
 @trio.lowlevel.disable_ki_protection
 async def _unprotected(function: Callable[[J], Awaitable[Any]], job: J) -> Any:
     # The runtime's own code is protected against Ctrl-C, so that none is split in two.
-    return await function(job)
+    awaitable = cast("object", function(job))
+    if not isinstance(awaitable, Awaitable):
+        raise ExecutionFailed(
+            f"the handler is not async: it returned {awaitable!r:.60}; give plain functions to"
+            " thread_handler"
+        )
+    return await cast("Awaitable[Any]", awaitable)
 
 
 def _cancelled(error: BaseException) -> Left:
@@ -207,7 +213,7 @@ class Run(Held):
         finally:
             self.is_running = False
             self._task = None
-        if self.cause is None:
+        if self.cause is None or self.lease_scope.cancel_called:
             self.cause = self._supposed_cause(left.is_explicit)
             self.is_by_program = self.cause == "cancellation"
         self.over_at = trio.current_time()
@@ -234,6 +240,9 @@ class Run(Held):
 
     def _supposed_cause(self, is_explicit: bool) -> CancelReason | None:
         """Why the scope was cancelled, when no cause was recorded: a deadline, or the program."""
+        # Trio's `cancel_called` reads the clock, and would take a deadline for passed that a
+        # renewal has moved, if the loop was blocked since.
+        self.catch_up()
         if self.lease_scope.cancel_called:
             return "lease_lost"
         if not self.cancel_scope.cancel_called:

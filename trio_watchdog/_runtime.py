@@ -9,6 +9,7 @@ makes both however its block ends.
 from __future__ import annotations
 
 import contextvars
+import math
 from collections.abc import Awaitable, Callable
 from contextlib import AbstractContextManager, nullcontext
 from random import Random
@@ -42,7 +43,7 @@ class Runtime:
     nursery: trio.Nursery
     lanes: dict[str | None, LaneState] = field(factory=dict[str | None, LaneState])
     quiet: Bell = field(factory=Bell)
-    is_closing: bool = False
+    closed_at: float | None = None
     is_hurried: bool = False
     _scopes: set[trio.CancelScope] = field(factory=set[trio.CancelScope])
 
@@ -56,20 +57,23 @@ class Runtime:
 
     def start(self, function: Callable[..., Awaitable[None]], *args: Any) -> None:
         """Run the function as a task that no outer cancellation reaches before `hurry`."""
-        self.context.run(self.nursery.start_soon, self._outlive, function, *args)
+        # The shield has no deadline until `hurry` sets one.
+        scope = trio.CancelScope(shield=True)
+        if self.is_hurried:
+            scope.deadline = trio.current_time() + HAND_OFF_LIMIT
+        self._scopes.add(scope)
+        self.context.run(self.nursery.start_soon, self._outlive, scope, function, *args)
 
     @trio.lowlevel.enable_ki_protection
-    async def _outlive(self, function: Callable[..., Awaitable[None]], *args: Any) -> None:
-        # The shield has no deadline until `hurry` sets one.
-        with trio.CancelScope(shield=True) as scope:
-            self._scopes.add(scope)
-            if self.is_hurried:
-                scope.deadline = trio.current_time() + HAND_OFF_LIMIT
-            try:
+    async def _outlive(
+        self, scope: trio.CancelScope, function: Callable[..., Awaitable[None]], *args: Any
+    ) -> None:
+        try:
+            with scope:
                 await function(*args)
-            finally:
-                self._scopes.remove(scope)
-                self.quiet.ring_all()
+        finally:
+            self._scopes.remove(scope)
+            self.quiet.ring_all()
 
     def bounded(self) -> AbstractContextManager[object]:
         """For writing something down: in a hurry it has a time of its own.
@@ -80,9 +84,20 @@ class Runtime:
             return nullcontext()
         return trio.CancelScope(shield=True, deadline=trio.current_time() + HAND_OFF_LIMIT)
 
+    @property
+    def is_closing(self) -> bool:
+        """Whether nothing is claimed any more."""
+        return self.closed_at is not None
+
+    @property
+    def claim_until(self) -> float:
+        """When to stop asking about a claim whose answer was lost."""
+        return math.inf if self.closed_at is None else self.closed_at + HAND_OFF_LIMIT
+
     def close(self) -> None:
         """Claim nothing any more."""
-        self.is_closing = True
+        if self.closed_at is None:
+            self.closed_at = trio.current_time()
         for lane in self.lanes.values():
             lane.bell.ring_all()
 

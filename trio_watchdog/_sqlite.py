@@ -9,11 +9,12 @@ caller owns (a task that waits for a thread looks idle to `trio.testing.MockCloc
 from __future__ import annotations
 
 import contextlib
+import inspect
 import os
 import sqlite3
 import threading
 import time
-from collections.abc import AsyncGenerator, Callable, Generator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, asynccontextmanager, contextmanager
 from pathlib import Path
 from queue import SimpleQueue
@@ -37,7 +38,16 @@ from ._operations import Call, Effects, Operation, Row
 from ._owners import OwnerLock
 from ._payload import PAYLOAD_LIMIT
 from ._rows import settled_job
-from ._store import ELSEWHERE, Change, Project, Renewer, Store, Vital
+from ._sqlite_file import (
+    FileSystem,
+    Place,
+    advice,
+    file_system,
+    file_vitals,
+    make_file,
+    refuse_network,
+)
+from ._store import ELSEWHERE, Change, Project, Renewer, Store, Vital, refuse_fork
 from ._wishes import ReadOwners, Wish
 
 T = TypeVar("T")
@@ -50,6 +60,12 @@ BUSY_TIMEOUT = 1.0
 
 CHANGE_INTERVAL = 0.05
 """Seconds between two looks at whether the file has changed: a `stat`, no query."""
+
+LOG_LIMIT = 4 * 1024 * 1024
+"""Bytes of a write-ahead log that are left on the disk when nobody needs them."""
+
+TIDY_INTERVAL = 5.0
+"""Seconds between two attempts to give the room of a longer one back, while nothing happens."""
 
 COMMIT_INTERVAL = 0.01
 """Seconds between two looks whether the caller has ended a transaction that used us."""
@@ -135,8 +151,11 @@ _INVALID_CODES = {
 }
 
 
-def store_error(error: sqlite3.Error, doing: str) -> WatchdogError:
-    """The project's error for one of sqlite3's: unavailable if waiting may help, else invalid."""
+def store_error(error: sqlite3.Error, doing: str, path: Path | None = None) -> WatchdogError:
+    """The project's error for one of sqlite3's: unavailable if waiting may help, else invalid.
+
+    ``path`` of the database lets it say what to do.
+    """
     code = getattr(error, "sqlite_errorcode", None)
     is_invalid = code is not None and (code & 0xFF) in _INVALID_CODES
     if isinstance(error, sqlite3.IntegrityError):
@@ -144,18 +163,18 @@ def store_error(error: sqlite3.Error, doing: str) -> WatchdogError:
     if isinstance(error, (sqlite3.ProgrammingError, sqlite3.InterfaceError)) and code is None:
         is_invalid = True
     kind = StoreInvalid if is_invalid else StoreUnavailable
-    wrapped = kind(f"SQLite, while {doing}: {error}")
+    wrapped = kind(f"SQLite, while {doing}: {error}{advice(error, path)}")
     wrapped.__cause__ = error
     return wrapped
 
 
 @contextmanager
-def translated(doing: str) -> Generator[None]:
+def translated(doing: str, path: Path | None = None) -> Generator[None]:
     """Raise sqlite3's errors as ours."""
     try:
         yield
     except sqlite3.Error as error:
-        raise store_error(error, doing) from error
+        raise store_error(error, doing, path) from error
 
 
 # -- one connection -------------------------------------------------------------------------------
@@ -170,22 +189,23 @@ class Engine:
         clock: Clock,
         project: Project | None = None,
         payload_limit: int = PAYLOAD_LIMIT,
+        place: Place | None = None,
     ) -> None:
         self.connection = connection
         self.clock = clock
         self.project = project
         self.payload_limit = payload_limit
+        self.place = place
+        self._path = None if place is None else place.path
         self._pid = os.getpid()
         self._cursor = _plain_cursor(connection)
         self._data_version: int | None = None
 
     def perform(self, asked: Sequence[Wish[Any]]) -> tuple[list[Any], Effects]:
         """Answer all wishes in one transaction, or each in one of its own if that fails."""
-        if os.getpid() != self._pid:
-            raise StoreUnavailable(
-                f"this store was opened by process {self._pid} and cannot be used in its"
-                f" fork {os.getpid()}; open one there"
-            )
+        refuse_fork(self._pid)
+        if self.place is not None:
+            self.place.check()
         try:
             return self._transaction(asked)
         except StoreUnavailable:
@@ -211,12 +231,12 @@ class Engine:
         is_read = all(type(wish) in operations.READS for wish in asked)
         if self.connection.in_transaction:
             raise StoreUnavailable("the connection is inside a transaction of its owner")
-        with translated("beginning a transaction"):
+        with translated("beginning a transaction", self._path):
             # Immediate: a transaction that turns to writing later fails at once when another is
             # writing, whatever the timeout.
             self._cursor.execute("begin" if is_read else "begin immediate")
         try:
-            with translated("executing"):
+            with translated("executing", self._path):
                 answers, effects = self.answer(asked)
                 self._cursor.execute("commit")
         except BaseException:
@@ -279,15 +299,24 @@ class Engine:
                     settled = settled_job(rows[0]) if rows else None
             head = self.run(operations.queue_head(queue), clocks)
             try:
-                project(QueueTransition(queue, head, settled), self.connection)
+                told = project(QueueTransition(queue, head, settled), self.connection)
+                if told is not None:
+                    if inspect.iscoroutine(told):
+                        told.close()
+                    raise TypeError(f"it returned {told!r:.80}; on SQLite it cannot be async")
             except Exception as error:
                 raise SettlementRejected(
                     f"the projector refused a change of queue {queue!r}: {error}"
                 ) from error
 
+    def close(self) -> None:
+        """Close the connection. A statement that has failed would keep it, and its files, open."""
+        self._cursor.close()
+        self.connection.close()
+
     def is_changed_elsewhere(self) -> bool:
         """Whether another connection has committed since the last time this was asked."""
-        with translated("reading the data version"):
+        with translated("reading the data version", self._path):
             (version,) = self._cursor.execute("pragma data_version").fetchone()
         is_changed = version != self._data_version
         self._data_version = version
@@ -297,15 +326,22 @@ class Engine:
 # -- the schema -----------------------------------------------------------------------------------
 
 
-def prepare(connection: sqlite3.Connection, name: str) -> dict[str, Any]:
+def prepare(
+    connection: sqlite3.Connection, name: str, *, path: Path | None = None, create: bool = True
+) -> dict[str, Any]:
     """Create the schema when absent, check it when present; returns the meta table."""
     if sqlite3.sqlite_version_info < OLDEST_SQLITE:
         needed = ".".join(map(str, OLDEST_SQLITE))
         raise StoreInvalid(
             f"SQLite {sqlite3.sqlite_version} is too old; {needed} or newer is needed"
         )
-    with translated(f"opening {name}"):
+    with translated(f"opening {name}", path):
         tables = _tables(connection)
+        if not tables and not create:
+            raise StoreInvalid(
+                f"{name} has no tables of trio_watchdog; name another file, or let `trio-watchdog"
+                " migrate`, or opening without create=False, make them"
+            )
         if not tables:
             connection.execute("begin immediate")
             try:
@@ -366,18 +402,24 @@ def _create(connection: sqlite3.Connection) -> None:
         connection.execute(DIALECT.text(sql.WRITE_META), {"name": name, "value": value})
 
 
-def set_host_clock(connection: sqlite3.Connection, clock: HostClock) -> None:
+def set_host_clock(
+    connection: sqlite3.Connection, clock: HostClock, *, read_only: bool = False
+) -> None:
     """Agree with all processes of this boot on the offset of the lease clock."""
     boot_id = clock.boot_id()
+    offset = 0 if boot_id == "wall" else clock.now() - clock.boot_now()
+    fresh = {"boot_id": boot_id, "boot_offset": offset}
     with translated("agreeing on the clock"):
         meta = _meta(connection)
-        if meta.get("boot_id") != boot_id:
+        if meta.get("boot_id") != boot_id and read_only:
+            # What the first one to write will say.
+            meta |= fresh
+        elif meta.get("boot_id") != boot_id:
             connection.execute("begin immediate")
             try:
                 meta = _meta(connection)
                 if meta.get("boot_id") != boot_id:
-                    offset = 0 if boot_id == "wall" else clock.now() - clock.boot_now()
-                    meta |= {"boot_id": boot_id, "boot_offset": offset}
+                    meta |= fresh
                     for name in ("boot_id", "boot_offset"):
                         row = {"name": name, "value": meta[name]}
                         connection.execute(DIALECT.text(sql.WRITE_META), row)
@@ -404,18 +446,16 @@ class _SQLiteStore(Store):
     def now(self) -> int | None:
         return self.clock.now()
 
-    async def vitals(self) -> list[Vital]:
-        return await self._on_engine(file_vitals)
-
-    async def _on_engine(self, function: Callable[[Engine], T]) -> T:
-        """Call the function with the engine, where the engine lives."""
-        raise NotImplementedError
-
     async def dead_owners(self) -> tuple[str, ...]:
         if self.owner_lock is None:
             return ()
+        # The dead first, then the claims: one that claims and dies in between is found the next
+        # time. The other way round its claim would not be seen, and its file be removed, which
+        # alone tells that it is dead.
+        dead = self.owner_lock.dead()
         owners: list[str] = await self.ask(ReadOwners())
-        return self.owner_lock.dead(owners)
+        self.owner_lock.forget(dead.difference(owners))
+        return tuple(owner for owner in owners if owner in dead)
 
     def _announce(self, effects: Effects) -> None:
         if self.owner_lock is not None and effects.concern_others:
@@ -441,9 +481,10 @@ class InlineStore(_SQLiteStore):
         owner_lock: OwnerLock | None,
         project: Project | None,
         payload_limit: int,
+        place: Place | None = None,
     ) -> None:
         super().__init__(clock, owner_lock, payload_limit)
-        self._engine = Engine(connection, clock, project, payload_limit)
+        self._engine = Engine(connection, clock, project, payload_limit, place)
         self._touch: Callable[[], None] | None = None
 
     async def submit(self, *asked: Wish[Any]) -> list[Any]:
@@ -459,7 +500,7 @@ class InlineStore(_SQLiteStore):
         async with trio.open_nursery() as nursery:
             await nursery.start(self._watch_callers_transactions)
             if self.owner_lock is not None:
-                await nursery.start(watch_file, self, self._is_changed, self.owner_lock)
+                await nursery.start(watch_file, self, self._is_changed, self.owner_lock, self._tidy)
             task_status.started()
 
     async def _watch_callers_transactions(self, task_status: trio.TaskStatus[None]) -> None:
@@ -492,12 +533,17 @@ class InlineStore(_SQLiteStore):
             if not touched[id(connection)]:
                 del touched[id(connection)]
 
-    async def _on_engine(self, function: Callable[[Engine], T]) -> T:
+    async def vitals(self) -> list[Vital]:
         await trio.lowlevel.checkpoint()
-        return function(self._engine)
+        return file_vitals(self._engine.connection, self._engine.place, self.owner_lock)
 
     async def _is_changed(self) -> bool:
         return self._engine.is_changed_elsewhere()
+
+    async def _tidy(self, *, is_idle: bool) -> None:
+        # When to fold back the log of their connection is the caller's business.
+        if self._engine.place is not None:
+            self._engine.place.check()
 
 
 def tell_touched(connection: sqlite3.Connection, *, but: Callable[[], None] | None = None) -> None:
@@ -512,7 +558,7 @@ class FileStore(_SQLiteStore):
 
     def __init__(
         self,
-        path: Path,
+        place: Place,
         connection: sqlite3.Connection,
         clock: Clock,
         owner_lock: OwnerLock,
@@ -522,15 +568,18 @@ class FileStore(_SQLiteStore):
         payload_limit: int,
     ) -> None:
         super().__init__(clock, owner_lock, payload_limit)
-        self.path = path
+        self.path = place.path
+        self._place = place
         self._worker = worker
         self._connect = connect
-        self._engine = Engine(connection, clock, project, payload_limit)
+        self._engine = Engine(connection, clock, project, payload_limit, place)
         self._exchange = Exchange(self._exchanged)
         # Two connections of one process take turns here, for SQLite's own waiting is a poll.
         self._turn = threading.Lock()
 
     async def submit(self, *asked: Wish[Any]) -> list[Any]:
+        # A fork has no worker thread, and would wait for it for ever.
+        self.refuse_fork()
         return await self._exchange.submit(asked)
 
     async def _exchanged(self, asked: Sequence[Wish[Any]]) -> Sequence[Any]:
@@ -544,23 +593,37 @@ class FileStore(_SQLiteStore):
 
     async def watch(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
         assert self.owner_lock is not None
-        await watch_file(self, self._is_changed, self.owner_lock, task_status)
+        await watch_file(self, self._is_changed, self.owner_lock, self._tidy, task_status)
 
-    async def _on_engine(self, function: Callable[[Engine], T]) -> T:
-        return (await self._worker.run(function, self._engine)).unwrap()
+    def close(self) -> None:
+        """Close the connection."""
+        self._engine.close()
+
+    async def vitals(self) -> list[Vital]:
+        # Reading every page takes long; on a connection of its own it is in nobody's way.
+        return await trio.to_thread.run_sync(self._vitals)
+
+    def _vitals(self) -> list[Vital]:
+        with translated("examining the file", self.path):
+            with contextlib.closing(self._connect()) as connection:
+                return file_vitals(connection, self._place, self.owner_lock)
 
     async def _is_changed(self) -> bool:
-        return await self._on_engine(Engine.is_changed_elsewhere)
+        return (await self._worker.run(self._engine.is_changed_elsewhere)).unwrap()
+
+    async def _tidy(self, *, is_idle: bool) -> None:
+        self._place.check_all()
+        if is_idle and self._place.log_size() > LOG_LIMIT:
+            (await self._worker.run(truncate_log, self._engine.connection)).unwrap()
 
     def open_renewer(self) -> AbstractContextManager[Renewer]:
         return self._renewer()
 
     @contextmanager
     def _renewer(self) -> Generator[Renewer]:
-        with translated("opening the renewal connection"):
+        with translated("opening the renewal connection", self.path):
             connection = self._connect()
-        with contextlib.closing(connection):
-            engine = Engine(connection, self.clock)
+        with contextlib.closing(Engine(connection, self.clock, place=self._place)) as engine:
 
             def renew(claims: Sequence[Wish[Any]]) -> list[Any]:
                 with self._turn:
@@ -608,40 +671,16 @@ def _deliver(task: trio.lowlevel.Task, result: outcome.Outcome[Any]) -> None:
     trio.lowlevel.reschedule(task, outcome.Value(result))
 
 
-# -- health ---------------------------------------------------------------------------------------
-
-WAL_WARNING = 256 * 1024 * 1024
-"""Bytes of a write-ahead log that has not been folded back: somebody's reader keeps it."""
-
-
-def file_vitals(engine: Engine) -> list[Vital]:
-    """The health of a database file."""
-    connection = engine.connection
-    vitals: list[Vital] = []
-    with translated("examining the file"):
-        (answer,) = connection.execute("pragma quick_check(10)").fetchone()
-        vitals.append(
-            ("ok", "file", "the structure of the file is sound")
-            if answer == "ok"
-            else ("fault", "file", f"the file is damaged: {answer}")
-        )
-        (mode,) = connection.execute("pragma journal_mode").fetchone()
-        path = database_path(connection)
-    if path is None:
-        return vitals
-    if mode != "wal":
-        vitals.append(("warning", "file", f"journal_mode is {mode}; wal is what is tested"))
+def truncate_log(connection: sqlite3.Connection) -> None:
+    """Give back the room of the write-ahead log, unless somebody reads or writes just now."""
     try:
-        size = os.stat(f"{path}-wal").st_size
-    except FileNotFoundError:
-        size = 0
-    megabytes = f"the write-ahead log has {size / 2**20:.1f} MiB"
-    if size > WAL_WARNING:
-        hint = "a transaction that stays open somewhere keeps it from being folded back"
-        vitals.append(("warning", "log", f"{megabytes}: {hint}"))
-    else:
-        vitals.append(("ok", "log", megabytes))
-    return vitals
+        connection.execute("pragma busy_timeout = 0")
+        connection.execute("pragma wal_checkpoint(truncate)").fetchone()
+    except sqlite3.OperationalError:
+        # Busy after all. The next time will do.
+        pass
+    finally:
+        connection.execute(f"pragma busy_timeout = {BUSY_TIMEOUT * 1000:.0f}")
 
 
 # -- changes made elsewhere -----------------------------------------------------------------------
@@ -651,21 +690,32 @@ async def watch_file(
     store: _SQLiteStore,
     is_changed: Callable[[], Any],
     owner_lock: OwnerLock,
+    tidy: Callable[..., Awaitable[None]],
     task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED,
 ) -> None:
     """Report `ELSEWHERE` when others have committed, or when an owner has died.
 
     Other stores ring a doorbell beside the file. Everybody else's commits, such as those of an
     application's own connection, show as a change of the file, which costs a `stat` to see; only
-    then is the database asked whether it was somebody else's.
+    then is the database asked whether it was somebody else's. ``tidy(is_idle=...)`` is called each
+    time, and told now and then when nothing has changed for a while.
+
+    Raises `StoreInvalid` when the file is not there any more.
     """
     async with trio.open_nursery() as nursery:
         nursery.start_soon(_watch_doorbell, store, owner_lock)
         seen: tuple[int, ...] | None = None
         again = True
         is_started = False
+        tidy_at = trio.current_time() + TIDY_INTERVAL
         while True:
             stamp = owner_lock.stamp()
+            if stamp != seen:
+                tidy_at = trio.current_time() + TIDY_INTERVAL
+            is_idle = trio.current_time() >= tidy_at
+            if is_idle:
+                tidy_at += TIDY_INTERVAL
+            await tidy(is_idle=is_idle)
             if stamp != seen or again:
                 # Once more after each change: two commits within one tick of the file's clock
                 # leave one stamp.
@@ -701,39 +751,74 @@ async def open_file_store(
     synchronous: Synchronous = "full",
     project: Project | None = None,
     payload_limit: int = PAYLOAD_LIMIT,
+    create: bool = True,
+    read_only: bool = False,
+    allow_network: bool = False,
     clock: Clock | None = None,
+    file_system: FileSystem = file_system,
 ) -> AsyncGenerator[Store]:
-    """A store on a file, created when absent. A ``clock`` is for tests: all must use the same."""
+    """A store on a file, created when absent.
+
+    ``create=False`` refuses a file that is not there, or has no tables of ours. ``read_only`` does
+    too, and leaves no trace: for those who only look. ``allow_network`` opens a file that other
+    hosts may have open, too, which SQLite cannot bear.
+
+    ``clock`` and ``file_system`` are for tests; all stores on a file must use the same clock.
+    """
     if synchronous not in ("full", "normal"):
         raise ValueError(f"synchronous is {synchronous!r}; 'full' or 'normal' are allowed")
 
+    # The renewal thread opens the file once more, whatever the working folder is by then.
+    path = Path(os.getcwd()) / path
+    may_create = create and not read_only
+
+    def find() -> Place:
+        if not allow_network:
+            refuse_network(path, file_system(path))
+        make_file(path, create=may_create)
+        return Place(path)
+
     def connect() -> sqlite3.Connection:
-        connection = sqlite3.connect(
-            path, timeout=BUSY_TIMEOUT, isolation_level=None, check_same_thread=False
+        # Never creates: if the file is gone, nobody should go on with an empty one.
+        return sqlite3.connect(
+            f"{place.path.as_uri()}?mode=rw",
+            uri=True,
+            timeout=BUSY_TIMEOUT,
+            isolation_level=None,
+            check_same_thread=False,
         )
-        try:
-            # Exact words: a pragma takes no parameters.
+
+    def configure(connection: sqlite3.Connection) -> None:
+        # Exact words: a pragma takes no parameters.
+        if read_only:
+            connection.execute("pragma query_only = on")
+        else:
             connection.execute("pragma journal_mode = wal").fetchone()
+            connection.execute(f"pragma journal_size_limit = {LOG_LIMIT}").fetchone()
             connection.execute(f"pragma synchronous = {synchronous}")
+
+    def open_first() -> sqlite3.Connection:
+        with translated(f"opening {path}", path):
+            connection = connect()
+        try:
+            if not may_create:
+                # Before anything is changed in a file that may not be ours.
+                prepare(connection, str(path), path=path, create=False)
+            with translated(f"opening {path}", path):
+                configure(connection)
+            if may_create:
+                prepare(connection, str(path), path=path)
+            if clock is None:
+                set_host_clock(connection, host_clock, read_only=read_only)
         except BaseException:
             connection.close()
             raise
         return connection
 
-    # The renewal thread opens the file once more, whatever the working folder is by then.
-    path = Path(os.getcwd()) / path
-
-    def open_connection() -> sqlite3.Connection:
-        if path.is_dir():
-            raise StoreUnavailable(f"{path} is a folder; give the path of a file in it")
-        if not path.parent.is_dir():
-            raise StoreUnavailable(f"{path.parent} does not exist; create the folder first")
-        with translated(f"opening {path}"):
-            connection = connect()
+    def open_another() -> sqlite3.Connection:
+        connection = connect()
         try:
-            prepare(connection, str(path))
-            if clock is None:
-                set_host_clock(connection, host_clock)
+            configure(connection)
         except BaseException:
             connection.close()
             raise
@@ -742,23 +827,26 @@ async def open_file_store(
     host_clock = HostClock()
     worker = Worker(f"trio_watchdog {path.name}")
     try:
-        connection = (await worker.run(open_connection)).unwrap()
+        place = (await worker.run(find)).unwrap()
+        connection = (await worker.run(open_first)).unwrap()
+        owner_lock = OwnerLock(path)
+        store = FileStore(
+            place,
+            connection,
+            clock or host_clock,
+            owner_lock,
+            worker,
+            open_another,
+            project,
+            payload_limit,
+        )
         try:
-            with OwnerLock(path) as owner_lock:
-                store = FileStore(
-                    path,
-                    connection,
-                    clock or host_clock,
-                    owner_lock,
-                    worker,
-                    connect,
-                    project,
-                    payload_limit,
-                )
+            # Who only looks owns nothing, and must not leave files of another user.
+            with contextlib.nullcontext() if read_only else owner_lock:
                 yield store
         finally:
             # Closing checkpoints the log; the worker ends its calls in order.
-            await worker.run(connection.close)
+            await worker.run(store.close)
     finally:
         worker.stop()
 
@@ -785,6 +873,8 @@ async def open_borrowed_store(
     *,
     project: Project | None = None,
     payload_limit: int = PAYLOAD_LIMIT,
+    create: bool = True,
+    allow_network: bool = False,
     clock: Clock | None = None,
 ) -> AsyncGenerator[Store]:
     """A store on a connection that stays the caller's, run on the event loop."""
@@ -800,7 +890,9 @@ async def open_borrowed_store(
             f"the connection's text_factory is {connection.text_factory!r}; text must come as str"
         )
     path = database_path(connection)
-    prepare(connection, "the connection's database")
+    if path is not None and not allow_network:
+        refuse_network(path, file_system(path))
+    prepare(connection, "the connection's database", path=path, create=create)
     if path is None:
         yield InlineStore(connection, clock or TrioClock(), None, project, payload_limit)
         return
@@ -808,7 +900,8 @@ async def open_borrowed_store(
         clock = HostClock()
         set_host_clock(connection, clock)
     with OwnerLock(path) as owner_lock:
-        yield InlineStore(connection, clock, owner_lock, project, payload_limit)
+        place = Place(path)
+        yield InlineStore(connection, clock, owner_lock, project, payload_limit, place)
 
 
 def database_path(connection: sqlite3.Connection) -> Path | None:

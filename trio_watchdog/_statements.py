@@ -131,6 +131,8 @@ class Dialect:
             # A key of 64 bits may be another queue's, or an application's: one waits for nothing
             # then, and nothing worse.
             "queue_key": f"hashtextextended(queue, {seed})",
+            # As if of a queue whose name is longer than any.
+            "readers_key": f"hashtextextended(repeat('readers', {TEXT_LIMIT}), {seed})",
             "rows": rows or (self._rows(columns) if columns else ""),
             "skip_locked": "" if is_sqlite else "for no key update of x skip locked",
             "materialized": "materialized",
@@ -563,12 +565,19 @@ READ_CLOCK = Statement("read clock", "select {lease_now}", writes=False)
 
 # -- claims ---------------------------------------------------------------------------------------
 
+_STAGE = """update {jobs} set hint = 'ready' where sequence in (
+        select x.sequence from {jobs} x where x.hint = 'deferred' and x.not_before <= {now}
+        order by x.not_before limit 1000 {skip_locked})"""
+
 STAGE = Statement(
     "stage",
-    """update {jobs} set hint = 'ready' where sequence in (
-        select x.sequence from {jobs} x where x.hint = 'deferred' and x.not_before <= {now}
-        order by x.not_before limit 1000 {skip_locked})""",
-    counts=True,
+    sqlite=_STAGE,
+    # Differs by necessity: whoever looks at the same time passes over these rows and finds
+    # nothing, so the lanes are told of.
+    postgres="with staged as ("
+    + _STAGE
+    + """ returning lane)
+select lane, count(*) from staged group by lane""",
 )
 
 _READY = """(

@@ -9,8 +9,9 @@ to them by rules.
 
 from __future__ import annotations
 
+import os
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Literal, TypeVar, cast
 
@@ -18,7 +19,7 @@ import trio
 from attrs import frozen
 
 from . import _wishes as wishes
-from ._errors import WatchdogError
+from ._errors import StoreInvalid, WatchdogError
 from ._model import (
     Admission,
     CancellationResult,
@@ -40,8 +41,12 @@ from ._wishes import Claimed, Reconciled, Recorded, Renewal, Reserved, Returned,
 
 R = TypeVar("R")
 
-Project = Callable[[QueueTransition, Any], None]
-"""A projector: called synchronously inside the transaction, with the store's own connection."""
+Project = Callable[[QueueTransition, Any], Awaitable[None] | None]
+"""A projector: called inside the transaction, with the store's own connection.
+
+It may be an async function on PostgreSQL. On SQLite a transaction is one call in a thread, with
+nobody who could await it, so there it is an ordinary function.
+"""
 
 Level = Literal["ok", "note", "warning", "fault"]
 
@@ -87,6 +92,7 @@ class Store(ABC):
     def __init__(self) -> None:
         self.on_change: list[Callable[[Change], None]] = []
         """Called on the loop after each transaction that may concern somebody, and by `watch`."""
+        self._pid = os.getpid()
 
     # -- what a store implements ------------------------------------------------------------------
 
@@ -254,9 +260,19 @@ class Store(ABC):
         return await self.ask(wishes.ReleaseSettled(name))
 
     async def lost_jobs(self) -> list[tuple[str, str]]:
-        return await self.ask(wishes.ReadLost())
+        lost: list[tuple[str, str]] = []
+        after: str | None = ""
+        while after is not None:
+            found = await self.ask(wishes.ReadLost(after))
+            lost += found.jobs
+            after = found.last
+        return lost
 
     # -- for stores -------------------------------------------------------------------------------
+
+    def refuse_fork(self) -> None:
+        """Raise `StoreInvalid` in a process that inherited the store from its parent."""
+        refuse_fork(self._pid)
 
     def report(self, change: Change) -> None:
         """Tell everybody who listens about a change."""
@@ -264,4 +280,13 @@ class Store(ABC):
             listener(change)
 
 
-__all__ = ["ELSEWHERE", "Change", "Project", "Renewer", "Store", "WatchdogError"]
+def refuse_fork(pid: int) -> None:
+    """Raise `StoreInvalid` unless this is process ``pid``: sockets and locks are not shared."""
+    if os.getpid() != pid:
+        raise StoreInvalid(
+            f"this store was opened by process {pid} and cannot be used in its fork"
+            f" {os.getpid()}; open one there"
+        )
+
+
+__all__ = ["ELSEWHERE", "Change", "Project", "Renewer", "Store", "WatchdogError", "refuse_fork"]

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import inspect
 import logging
+import math
 import traceback
 from collections.abc import Awaitable, Callable
 from typing import Any, cast
@@ -32,14 +33,14 @@ IsAlive = Callable[[RunningJob], "bool | Awaitable[bool | None] | None"]
 OnWake = Callable[[WakeState], object]
 """Told when the wake state has changed; may be an async function."""
 
-PASS_INTERVAL = 0.05
+PASS_INTERVAL = 0.1
 """Seconds between two passes, however often others ring."""
 
 SETTLE_LIMIT = 256
 """Cancelled jobs settled in one transaction."""
 
 LIVENESS_LIMIT = 10.0
-"""Seconds that ``is_alive`` may take; then it cannot tell."""
+"""Seconds that ``is_alive`` may take in one pass; then it cannot tell."""
 
 OVERDUE = 10.0
 """Seconds after its cancellation at which a handler that still runs is reported."""
@@ -65,7 +66,9 @@ class Supervisor:
         self._on_wake = on_wake
         self._told: WakeState | None = None
         self._telling = trio.Lock()
-        self._asked_at: dict[str, float] = {}
+        self._ask_again_at: dict[str, float] = {}
+        self._after = 0
+        """Where the next look at disappeared claims begins."""
         self._reported: dict[str, float] = {}
 
     async def run(self) -> None:
@@ -93,13 +96,18 @@ class Supervisor:
         await self._look_after_runs()
         if self._runtime.is_closing:
             return
-        if self._runtime.lanes:
-            for duty in (self._settle_cancelled, self._take_completions, self._reconcile):
-                try:
-                    await duty()
-                except SettlementRejected as error:
-                    # The next pass tries again; the other duties must not wait for it.
-                    logger.error("the supervisor was refused: %s", error, exc_info=error)
+        state = await self._read_wake_state()
+        if not self._runtime.lanes:
+            return
+        # Two reads, which most of the time tell that there is nothing to do.
+        if not state.pending and not await self._store.dead_owners():
+            return
+        for duty in (self._settle_cancelled, self._take_completions, self.reconcile):
+            try:
+                await duty()
+            except SettlementRejected as error:
+                # The next pass tries again; the other duties must not wait for it.
+                logger.error("the supervisor was refused: %s", error, exc_info=error)
         await self._read_wake_state()
 
     # -- jobs -------------------------------------------------------------------------------------
@@ -143,40 +151,46 @@ class Supervisor:
             # There may be more of them.
             self._runtime.doorbell.supervisor.ring_all()
 
-    async def _reconcile(self) -> None:
-        while await self.reconcile_next() is not None:
-            pass
-
-    async def reconcile_next(self) -> str | None:
-        """Decide about one claim that disappeared; says about which job."""
+    async def reconcile(self, limit: float = math.inf) -> list[str]:
+        """Decide about up to ``limit`` claims that disappeared; says about which jobs."""
+        decided: list[str] = []
         here = {held.token for held in self._runtime.renewal.held()}
         now = trio.current_time()
-        self._asked_at = {
-            token: at for token, at in self._asked_at.items() if at > now - 2 * self._poll
-        }
-        after = 0
+        until = now + LIVENESS_LIMIT
+        # Forget those whom there was no reason to ask about for long.
+        asked = self._ask_again_at.items()
+        self._ask_again_at = {token: at for token, at in asked if at > now - 10 * self._poll}
+        after, self._after = self._after, 0
         try:
-            while (job := await self._store.next_running_claim(after)) is not None:
+            while len(decided) < limit:
+                job = await self._store.next_running_claim(after)
+                if job is None:
+                    break
                 after = job.sequence
                 # Lost, but its handler has not ended: nobody here should start another.
-                is_gone = job.token not in here and await self._is_gone(job)
+                is_gone = job.token not in here and await self._is_gone(job, until)
                 if is_gone and await self._reconcile_one(job):
-                    return job.id
+                    decided.append(job.id)
+                if trio.current_time() >= until:
+                    # Whoever is asked is slow; the other duties must not wait, nor the rest of
+                    # the claims for ever.
+                    self._after = after
+                    break
         except StoreInvalid as error:
             # A row that cannot be read. If it is the whole store, the wake state cannot either.
             logger.error("a disappeared claim cannot be read: %s", error)
-        return None
+        return decided
 
-    async def _is_gone(self, job: RunningJob) -> bool:
+    async def _is_gone(self, job: RunningJob, until: float) -> bool:
         if self._is_alive is None:
             return True
         now = trio.current_time()
-        if now - self._asked_at.get(job.token, -self._poll) < self._poll:
+        if now < self._ask_again_at.get(job.token, now):
             return False
-        self._asked_at[job.token] = now
+        self._ask_again_at[job.token] = now + self._poll
         answer = None
         try:
-            with trio.move_on_after(LIVENESS_LIMIT):
+            with trio.move_on_at(until):
                 answer = self._is_alive(job)
                 if inspect.isawaitable(answer):
                     answer = await answer
@@ -246,11 +260,14 @@ class Supervisor:
     async def _keep_alarm(self) -> None:
         doorbell = self._runtime.doorbell
         while True:
-            await doorbell.alarm.wait()
+            instant = await doorbell.alarm.wait()
             doorbell.ring_lanes()
             # An expired lease is a due instant, too.
             doorbell.supervisor.ring_all()
-            await self._read_wake_state()
+            state = await self._read_wake_state()
+            if state.next_wake_at is not None and to_milliseconds(state.next_wake_at) <= instant:
+                # By the clock that judges it, it has not come. That clock will get there.
+                await trio.sleep(PASS_INTERVAL)
 
     async def _follow_changes(self) -> None:
         bell = self._runtime.doorbell.changed
@@ -260,17 +277,17 @@ class Supervisor:
             await trio.sleep(PASS_INTERVAL)
             await bell.wait(ticket)
 
-    async def _read_wake_state(self) -> None:
+    async def _read_wake_state(self) -> WakeState:
         async with self._telling:
             state = await self._runtime.outage.riding_out(self._store.wake_state)
             if state.next_wake_at is not None:
                 self._runtime.doorbell.alarm.arm(to_milliseconds(state.next_wake_at))
-            if self._on_wake is None or state == self._told:
-                return
-            self._told = state
-            try:
-                told: Any = self._on_wake(state)
-                if inspect.isawaitable(told):
-                    await cast("Awaitable[object]", told)
-            except Exception as error:
-                logger.error("on_wake raised: %r", error, exc_info=error)
+            if self._on_wake is not None and state != self._told:
+                self._told = state
+                try:
+                    told: Any = self._on_wake(state)
+                    if inspect.isawaitable(told):
+                        await cast("Awaitable[object]", told)
+                except Exception as error:
+                    logger.error("on_wake raised: %r", error, exc_info=error)
+            return state

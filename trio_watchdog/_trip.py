@@ -135,7 +135,8 @@ def _results(pgconn: PGconn) -> PQGen[list[PGresult]]:
         ready = yield (Wait.R if is_sent else Wait.RW)
         if not is_sent:
             is_sent = pgconn.flush() == 0
-        if not ready & Wait.R:
+        # None: whoever winds up a cancelled trip has taken up this generator in the middle.
+        if not ready or not ready & Wait.R:
             continue
         pgconn.consume_input()
         while not pgconn.is_busy():

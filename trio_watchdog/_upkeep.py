@@ -19,7 +19,7 @@ from ._rows import stored_job
 LAST_NUMBER = 2**63 - 1
 """Beyond every instant and every number that a row can have."""
 
-# -- history ---------------------------------------------------------------------------------------
+# -- history --------------------------------------------------------------------------------------
 
 
 def prune(wishes: Sequence[w.Prune], effects: Effects) -> Operation[list[int]]:
@@ -34,15 +34,18 @@ def prune(wishes: Sequence[w.Prune], effects: Effects) -> Operation[list[int]]:
                 answers.append(0)
                 continue
             edge = edges[0]
-        rows: Rows = yield one(
-            texts.PRUNE[scope],
-            before=LAST_NUMBER if wish.before is None else wish.before,
-            settled_group=edge[0],
-            sequence=edge[1],
-            limit=wish.limit,
-            **names,
+        _, pruned = yield (
+            one(texts.SHARE_READERS),
+            one(
+                texts.PRUNE[scope],
+                before=LAST_NUMBER if wish.before is None else wish.before,
+                settled_group=edge[0],
+                sequence=edge[1],
+                limit=wish.limit,
+                **names,
+            ),
         )
-        answers.append(rows[0][0])
+        answers.append(pruned[0][0])
     return answers
 
 
@@ -50,7 +53,10 @@ def protect_settled(wishes: Sequence[w.ProtectSettled], effects: Effects) -> Ope
     for wish in wishes:
         group, sequence = rules.feed_position(wish.after)
         name = check_text(wish.name, "name")
-        yield one(texts.PROTECT_SETTLED, name=name, settled_group=group, sequence=sequence)
+        yield (
+            one(texts.LOCK_READERS),
+            one(texts.PROTECT_SETTLED, name=name, settled_group=group, sequence=sequence),
+        )
     return [None] * len(wishes)
 
 
@@ -62,7 +68,7 @@ def release_settled(wishes: Sequence[w.ReleaseSettled], effects: Effects) -> Ope
     return answers
 
 
-# -- moving to another database --------------------------------------------------------------------
+# -- moving to another database -------------------------------------------------------------------
 
 
 def export(wishes: Sequence[w.Export], effects: Effects) -> Operation[list[w.Exported]]:
@@ -106,7 +112,7 @@ def remove(wishes: Sequence[w.Remove], effects: Effects) -> Operation[list[int]]
     return answers
 
 
-# -- looking for trouble ---------------------------------------------------------------------------
+# -- looking for trouble --------------------------------------------------------------------------
 
 
 def check_rows(wishes: Sequence[w.CheckRows], effects: Effects) -> Operation[list[w.Checked]]:
@@ -145,6 +151,16 @@ def read_waiting_on_time(
     return answers
 
 
+def read_unserved(
+    wishes: Sequence[w.ReadUnserved], effects: Effects
+) -> Operation[list[list[tuple[str, int]]]]:
+    answers: list[list[tuple[str, int]]] = []
+    for wish in wishes:
+        rows: Rows = yield one(texts.READ_UNSERVED, limit=wish.limit)
+        answers.append([(lane, count) for lane, count in rows])
+    return answers
+
+
 def read_place(wishes: Sequence[w.ReadPlace], effects: Effects) -> Operation[list[w.Place | None]]:
     answers: list[w.Place | None] = []
     for wish in wishes:
@@ -152,17 +168,19 @@ def read_place(wishes: Sequence[w.ReadPlace], effects: Effects) -> Operation[lis
         if not rows:
             answers.append(None)
             continue
-        due_in, lease_for, in_queue, in_lane = rows[0]
+        due_in, lease_for, in_queue, in_lane, running = rows[0]
         lease = None if lease_for is None else lease_for / 1000
-        answers.append(w.Place(due_in / 1000, lease, in_queue, in_lane))
+        answers.append(w.Place(due_in / 1000, lease, in_queue, in_lane, running))
     return answers
 
 
-def read_lost(
-    wishes: Sequence[w.ReadLost], effects: Effects
-) -> Operation[list[list[tuple[str, str]]]]:
-    rows: Rows = yield one(texts.FIND_LOST)
-    return [[(row[0], row[1]) for row in rows]] * len(wishes)
+def read_lost(wishes: Sequence[w.ReadLost], effects: Effects) -> Operation[list[w.Lost]]:
+    answers: list[w.Lost] = []
+    for wish in wishes:
+        rows: Rows = yield one(texts.FIND_LOST, after=wish.after, limit=wish.limit)
+        lost = [(id, queue) for queue, id in rows if id is not None]
+        answers.append(w.Lost(lost, rows[-1][0] if len(rows) == wish.limit else None))
+    return answers
 
 
 def repair_lost(wishes: Sequence[w.RepairLost], effects: Effects) -> Operation[list[int]]:

@@ -4,7 +4,20 @@ from __future__ import annotations
 
 from ._statements import FIRST_OF_QUEUE, IS_FREE, Statement
 
-# -- history ---------------------------------------------------------------------------------------
+# -- history --------------------------------------------------------------------------------------
+
+LOCK_READERS = Statement(
+    "lock readers",
+    sqlite="",
+    # Else a prune that has looked already would delete what is protected in this moment.
+    postgres="select pg_advisory_xact_lock({readers_key})",
+)
+
+SHARE_READERS = Statement(
+    "share readers",
+    sqlite="",
+    postgres="select pg_advisory_xact_lock_shared({readers_key})",
+)
 
 PROTECT_SETTLED = Statement(
     "protect settled",
@@ -56,7 +69,7 @@ PRUNE = {
     for scope, which in _HISTORY.items()
 }
 
-# -- moving to another database --------------------------------------------------------------------
+# -- moving to another database -------------------------------------------------------------------
 
 MOVED_COLUMNS = (
     "id text, queue text, lane text, priority bigint, not_before bigint, max_recoveries bigint,"
@@ -68,24 +81,32 @@ MOVED_COLUMNS = (
 
 _MOVED = ", ".join(column.split()[0] for column in MOVED_COLUMNS.split(", "))
 
+EXPORT_SIZE = 4 * 1024 * 1024
+"""Characters of payloads in one page of exported jobs, unless a single one has more."""
+
 EXPORT = Statement(
     "export",
-    f"""select {_MOVED}, sequence from {{jobs}}
-    where state in ('queued', 'completing') and sequence > :after
-    order by sequence limit :limit""",
+    # As many as fit into one exchange, and one at least, whatever the size of their payloads.
+    f"""select {_MOVED}, sequence from (
+    select x.*, sum(length(x.payload)) over (order by x.sequence) as size from (
+        select {_MOVED}, sequence from {{jobs}}
+        where state in ('queued', 'completing') and sequence > :after
+        order by sequence limit :limit) x) y
+    where size - length(payload) < {EXPORT_SIZE} order by sequence""",
     writes=False,
 )
 
 IMPORT = Statement(
     "import",
     # `ready` for all: whoever claims looks at the real order anyway. A completion has no lease
-    # here, so the first supervisor takes it over.
+    # here, so the first supervisor takes it over. Nothing is done about a row whose id is there, or
+    # whose cancellation id, or whose queue has something running.
     f"""insert into {{jobs}} ({_MOVED}, hint)
     select {_MOVED.replace("lease_until", "case when state = 'completing' then 0 end")},
         case when state <> 'queued' then null
         when not_before > {{now}} then 'deferred' else 'ready' end
     from {{rows}} x where true order by ord
-    on conflict (id) do nothing
+    on conflict do nothing
     returning id""",
     columns=MOVED_COLUMNS,
 )
@@ -98,7 +119,7 @@ REMOVE = Statement(
     counts=True,
 )
 
-# -- looking for trouble ---------------------------------------------------------------------------
+# -- looking for trouble --------------------------------------------------------------------------
 
 READ_UNSETTLED = Statement(
     "read unsettled",
@@ -130,6 +151,17 @@ READ_WAITING_ON_TIME = Statement(
     writes=False,
 )
 
+READ_UNSERVED = Statement(
+    "read unserved",
+    """select l.lane, l.ready from (
+    select x.lane, count(*) as ready from {jobs} x
+    where x.hint = 'ready' and x.cancellation_id is null group by x.lane) l
+where not exists (select 1 from {jobs} r
+    where r.state in ('running', 'completing') and r.lane = l.lane)
+order by l.ready desc, l.lane limit :limit""",
+    writes=False,
+)
+
 READ_PLACE = Statement(
     "read place",
     """select x.not_before - {now}, x.lease_until - {lease_now},
@@ -137,26 +169,36 @@ READ_PLACE = Statement(
         and (q.priority > x.priority or (q.priority = x.priority and q.sequence < x.sequence))),
     (select count(*) from {jobs} l where l.lane = x.lane and l.hint = 'ready'
         and l.cancellation_id is null
-        and (l.priority > x.priority or (l.priority = x.priority and l.sequence < x.sequence)))
+        and (l.priority > x.priority or (l.priority = x.priority and l.sequence < x.sequence))),
+    (select count(*) from {jobs} r where r.state in ('running', 'completing') and r.lane = x.lane)
     from {jobs} x where x.id = :id""",
     writes=False,
+)
+
+_FIND_LOST = (
+    """with recursive walk(queue, count) as (
+    select * from (select q.queue, 1 from {jobs} q
+        where q.state = 'queued' and q.queue > :after order by q.queue limit 1) first_queue
+    union all
+    select (select q.queue from {jobs} q where q.state = 'queued' and q.queue > walk.queue
+        order by q.queue limit 1), walk.count + 1
+    from walk where walk.queue is not null and walk.count < :limit)
+select x.queue, (select h.id from {jobs} h where h.sequence = """
+    + FIRST_OF_QUEUE
+    + """
+        and h.hint = 'lowered' and h.cancellation_id is null and """
+    + IS_FREE
+    + """ $note)
+from walk x where x.queue is not null"""
 )
 
 FIND_LOST = Statement(
     "find lost",
     # The invariant: no first row is lowered while nothing of its queue runs and no note says so.
-    sqlite="""select x.id, x.queue from {jobs} x where x.hint = 'lowered'
-    and x.sequence = """
-    + FIRST_OF_QUEUE
-    + " and "
-    + IS_FREE,
-    postgres="""select x.id, x.queue from (
-    select distinct queue from {jobs} where state = 'queued' and hint = 'lowered') f
-    cross join lateral (select h.id, h.queue, h.hint, h.cancellation_id from {jobs} h
-        where h.queue = f.queue and h.state = 'queued'
-        order by h.priority desc, h.sequence limit 1) x
-    where x.hint = 'lowered' and x.cancellation_id is null and """
-    + IS_FREE
-    + " and not exists (select 1 from {recheck} n where n.queue = x.queue)",
+    # A walk from queue to queue, so it costs as many probes as there are queues in the page.
+    sqlite=_FIND_LOST.replace("$note", ""),
+    postgres=_FIND_LOST.replace(
+        "$note", "and not exists (select 1 from {recheck} n where n.queue = x.queue)"
+    ),
     writes=False,
 )

@@ -73,8 +73,8 @@ class Alarm:
             self._instant = instant
             self._earlier.ring_all()
 
-    async def wait(self) -> None:
-        """Return when the instant has come; the alarm is then off until it is armed again.
+    async def wait(self) -> int:
+        """The instant, when it has come; the alarm is then off until it is armed again.
 
         Where the store cannot tell the time without being asked, it never goes off, and the slow
         poll finds what is due.
@@ -85,10 +85,10 @@ class Alarm:
             now = self._now()
             if self._instant is not None and now is not None:
                 delay = (self._instant - now) / 1000
-            if delay <= 0:
-                self._instant = None
+            if self._instant is not None and delay <= 0:
+                instant, self._instant = self._instant, None
                 await trio.lowlevel.checkpoint()
-                return
+                return instant
             with trio.move_on_after(min(delay, HOP)):
                 await self._earlier.wait(ticket)
 

@@ -12,11 +12,12 @@ import math
 import random as random_module
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, TypeVar, cast
 
 import trio
 from attrs import frozen
 
+from ._chores import Chores
 from ._client import Client, fresh_random, open_client, unwrapped
 from ._lane import (
     OTHERS,
@@ -35,6 +36,7 @@ from ._open import Database, open_store
 from ._outage import Outage
 from ._pulse import Pulse
 from ._renewal import Lease, Renewal
+from ._retention import Retention
 from ._run import Run
 from ._runtime import Runtime
 from ._slot import Slot
@@ -216,12 +218,11 @@ class Watchdog(Client):
             slot = Slot(runtime, by_key.get(completing.lane) or by_key[None], is_single=True)
             await self._outlive(slot, lambda: slot.finish(completing, taken_at))
             return "completed", completing.id
-        id = await riding_out(supervisor.reconcile_next)
-        if id is not None:
-            return "reconciled", id
-        cancelled = await riding_out(lambda: runtime.store.settle_cancelled(limit=1))
-        if cancelled:
-            return "reconciled", cancelled[0]
+        reconciled = await riding_out(lambda: supervisor.reconcile(limit=1))
+        if not reconciled:
+            reconciled = await riding_out(lambda: runtime.store.settle_cancelled(limit=1))
+        if reconciled:
+            return "reconciled", reconciled[0]
         # Lanes take turns, so that a busy one does not keep the others waiting.
         self._turn += 1
         first = self._turn % len(states) if states else 0
@@ -268,6 +269,7 @@ async def open_watchdog(
     is_alive: IsAlive | None = None,
     on_wake: OnWake | None = None,
     project: Project | None = None,
+    retention: Retention | Sequence[Retention] = (),
     random: random_module.Random | None = None,
     stall_warning: float = 1.0,
     stall_limit: float = 600.0,
@@ -293,6 +295,9 @@ async def open_watchdog(
     job be decided about. ``on_wake(state)`` is told whenever the `WakeState` changes, to arm an
     alarm outside of the process. Both may be async functions.
 
+    ``retention`` says which settled jobs are deleted, every minute or as it says, a few hundred in
+    a transaction; one, or several for different lanes and queues. Without it they stay.
+
     An error of the store that waiting does not mend, such as a corrupt file, ends the block and is
     raised from it.
     """
@@ -309,6 +314,10 @@ async def open_watchdog(
     check_seconds(retry_for, "retry_for")
     check_seconds(stall_warning, "stall_warning", positive=True)
     check_seconds(stall_limit, "stall_limit", positive=True)
+    retentions = (retention,) if isinstance(retention, Retention) else tuple(retention)
+    for each in retentions:
+        if not isinstance(cast("object", each), Retention):
+            raise TypeError(f"retention has {each!r:.80}, which is not a Retention")
     random = random or fresh_random()
     context = contextvars.copy_context()
     with unwrapped():
@@ -332,6 +341,7 @@ async def open_watchdog(
                     )
                     supervisor = Supervisor(runtime, poll=poll, is_alive=is_alive, on_wake=on_wake)
                     serve(supervisor.run)
+                    serve(Chores(runtime, retentions).run)
                     watchdog = Watchdog(runtime, supervisor, retry_for=retry_for, poll=poll)
                     try:
                         yield watchdog
@@ -359,9 +369,14 @@ async def _services(
         scope: trio.CancelScope,
         **options: Any,
     ) -> None:
-        scopes.append(scope)
         with scope:
             await function(**options)
+
+    def new_scope(*, shield: bool = True) -> trio.CancelScope:
+        # Known before its task begins, which may be after the end has come.
+        scope = trio.CancelScope(shield=shield)
+        scopes.append(scope)
+        return scope
 
     service: Renewal | Pulse = renewal
     renewer = store.open_renewer()
@@ -377,14 +392,12 @@ async def _services(
         try:
             # No deadline on these shields: `finally` ends them, and the block before it is bounded.
             # A start may wait for the database, and must bear being cancelled.
-            watching = trio.CancelScope()
+            watching = new_scope(shield=False)
             await nursery.start(outlive, store.watch, watching)
             watching.shield = True
             nursery.start_soon(service.run)
-            nursery.start_soon(outlive, renewal.inspect, trio.CancelScope(shield=True))
-            yield lambda function: nursery.start_soon(
-                outlive, function, trio.CancelScope(shield=True)
-            )
+            nursery.start_soon(outlive, renewal.inspect, new_scope())
+            yield lambda function: nursery.start_soon(outlive, function, new_scope())
         finally:
             for scope in scopes:
                 scope.cancel("the watchdog has stopped")

@@ -352,19 +352,6 @@ class SettleCancelled(Wish[list[str]]):
 
 
 @frozen
-class ReadLost(Wish[list[str]]):
-    """Jobs that are first of a free queue and that no claim would find: always none.
-
-    Looks at every queued row, so ask now and then, not often.
-    """
-
-
-@frozen
-class RepairLost(Wish[list[str]]):
-    """Let the jobs that `ReadLost` names be found; says which they were."""
-
-
-@frozen
 class ReadOwners(Wish[list[str]]):
     """The owners named by running and completing rows."""
 
@@ -376,8 +363,8 @@ class ReadOwners(Wish[list[str]]):
 class Prune(Wish[int]):
     """Delete some of the oldest settled jobs; says how many, 0 when there is nothing more to do.
 
-    Of the lane or queue, if one is named: those that settled before ``before`` (ms), and those
-    beyond the newest ``keep``, where either is given. Never one that a protected reader of the
+    Of the lane or queue, if one is named: those that settled before ``before`` (ms) and are beyond
+    the newest ``keep``, as far as these are given. Never one that a protected reader of the
     feed has still to read. Looks at up to ``limit`` of them.
     """
 
@@ -484,13 +471,24 @@ class ReadWaitingOnTime(Wish[list[Trouble]]):
 
 
 @frozen
+class ReadUnserved(Wish[list[tuple[str, int]]]):
+    """Lanes with jobs that may be claimable and none that runs, and how many; the most first."""
+
+    limit: int = 20
+
+
+@frozen
 class Place:
-    """Where a job stands: seconds until it is due and its lease ends, and how many go before."""
+    """Where a job stands: seconds until it is due and its lease ends, and how many go before.
+
+    ``running_in_lane``: jobs of its lane that have a claim, itself perhaps among them.
+    """
 
     due_in: float
     lease_for: float | None
     ahead_in_queue: int
     ahead_in_lane: int
+    running_in_lane: int
 
 
 @frozen
@@ -501,8 +499,22 @@ class ReadPlace(Wish[Place | None]):
 
 
 @frozen
-class ReadLost(Wish[list[tuple[str, str]]]):
-    """Jobs (id, queue) that go first in their queue and that no claim would look at: none."""
+class Lost:
+    """Lost jobs (id, queue) in some queues, and the last of these; None: there are no more."""
+
+    jobs: list[tuple[str, str]]
+    last: str | None
+
+
+@frozen
+class ReadLost(Wish[Lost]):
+    """Jobs that go first in their queue and that no claim would look at. There must be none.
+
+    Looks at up to ``limit`` queues, by name, after ``after``.
+    """
+
+    after: str = ""
+    limit: int = 1000
 
 
 @frozen

@@ -103,7 +103,10 @@ def clone_postgres(url: str, table: str, count: int, where: str = "true", **over
 
 
 def clone_sqlite(path: str, table: str, count: int, where: str = "true", **overrides: str) -> None:
-    """The same for SQLite; the integer primary key is left to the database."""
+    """The same for SQLite; the integer primary key is left to the database.
+
+    No `analyze`: PostgreSQL gathers statistics by itself, SQLite only when told, and few tell it.
+    """
     connection = sqlite3.connect(path, isolation_level=None)
     try:
         described = connection.execute(f"pragma table_info({table})").fetchall()
@@ -120,7 +123,6 @@ def clone_sqlite(path: str, table: str, count: int, where: str = "true", **overr
             f" insert into {table} ({', '.join(columns)}) select {', '.join(values)}"
             f" from (select * from {table} where {where} limit 1) j, n"
         )
-        connection.execute("analyze")
         connection.execute("pragma wal_checkpoint(truncate)").fetchall()
     finally:
         connection.close()
@@ -152,6 +154,7 @@ CONTESTANTS = {
         "pgqueuer": Place("pgqueuer", "pgqueuer_", "PgQueuer_"),
         "chancy": Place("chancy", "chancy_", "Chancy_"),
         "oban": Place("oban", "oban_", "Oban_"),
+        "akadze": Place("akadze", "akadze_", "Akadze_"),
     },
     "sqlite": {
         OURS: Place("trio-watchdog", "ours", "OursOnSQLite"),
@@ -159,6 +162,8 @@ CONTESTANTS = {
         "dbos": Place("dbos", "dbos_", "Dbos"),
     },
 }
+
+ONLY_ENQUEUE = ("akadze",)
 
 
 def load(store: str, name: str) -> type[Contestant]:

@@ -54,6 +54,7 @@ class Dbos(Contestant):
     def __init__(self, database: str, keys: int = 0) -> None:
         super().__init__(database, keys)
         self.url = f"sqlite:///{database}"
+        self.is_launched = False
 
     def launch(self, lanes: int) -> None:
         config: DBOSConfig = {
@@ -93,14 +94,16 @@ class Dbos(Contestant):
 
     def put(self, numbers: Sequence[int]) -> None:
         for number in numbers:
+            if self.is_launched:
+                DBOS.enqueue_workflow(LANE, noop, number)
+                continue
             options = {"queue_name": LANE, "workflow_name": "noop", "app_version": "1"}
             if self.keys:
                 options["queue_partition_key"] = self.key(number)
             self.client.enqueue(options, number)
 
     async def enqueue(self, number: int) -> None:
-        # On the loop, which has nothing else to do: a thread would only add to it.
-        self.put([number])
+        await anyio.to_thread.run_sync(self.put, [number])
 
     async def enqueue_many(self, numbers: Sequence[int]) -> None:
         await anyio.to_thread.run_sync(self.put, numbers)
@@ -109,7 +112,9 @@ class Dbos(Contestant):
     async def working(self, lanes: int, ran: Ran) -> AsyncIterator[None]:
         _ran.append(ran)
         await anyio.to_thread.run_sync(self.launch, lanes)
+        self.is_launched = True
         try:
             yield
         finally:
+            self.is_launched = False
             await anyio.to_thread.run_sync(DBOS.destroy)

@@ -53,8 +53,7 @@ def has_examples(page: str) -> bool:
 def environment() -> dict[str, str]:
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     plain = {key: value for key, value in os.environ.items() if not key.startswith("TRIO_WATCHDOG")}
-    # Wide enough that nothing wraps a line, and no colours.
-    return plain | {"PYTHONPATH": path, "COLUMNS": "200", "NO_COLOR": "1"}
+    return plain | {"PYTHONPATH": path, "COLUMNS": "80", "NO_COLOR": "1"}
 
 
 def command(line: str) -> list[str]:
@@ -111,6 +110,15 @@ def test_every_python_block_is_python(page: str) -> None:
                 ast.parse("async def fragment():\n" + textwrap.indent(block.text, "    "))
             except SyntaxError as error:
                 pytest.fail(f"{page}:{block.line}: {error}")
+
+
+def test_every_test_that_the_guarantees_name_is_there() -> None:
+    text = (ROOT / "docs/explanation/guarantees.md").read_text()
+    named = set(
+        re.findall(r"`((?:docs|ground|postgres|process|runtime|store)/test_\w+\.py)`", text)
+    )
+    assert len(named) > 20
+    assert [name for name in sorted(named) if not (ROOT / "tests" / name).exists()] == []
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if has_examples(page)])

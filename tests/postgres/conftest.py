@@ -35,6 +35,19 @@ def postgres_database(postgres_url: str) -> Iterator[str]:
             connection.execute(f"drop database {name} with (force)")
 
 
+@pytest.fixture(scope="session")
+def quick_database(postgres_url: str) -> Iterator[str]:
+    """A database for all tests, each with a schema of its own; a crash may cost it a little."""
+    name = f"test_{secrets.token_hex(6)}"
+    with psycopg.connect(postgres_url, autocommit=True) as connection:
+        connection.execute(f"create database {name}".encode())
+        connection.execute(f"alter database {name} set synchronous_commit = off".encode())
+        try:
+            yield urlsplit(postgres_url)._replace(path=f"/{name}").geturl()
+        finally:
+            connection.execute(f"drop database {name} with (force)".encode())
+
+
 @pytest.fixture
 def start_server() -> Iterator[Callable[..., PostgresServer]]:
     """Start a server of one's own, to stop, freeze or kill: `start_server(fsync="off")`."""

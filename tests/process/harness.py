@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
 import signal
@@ -164,7 +165,7 @@ class Ledger:
         return sorted(executions, key=lambda e: e.begin.at)
 
 
-# -- what must be true of a ledger ------------------------------------------------------------------
+# -- what must be true of a ledger -----------------------------------------------------------------
 
 
 def overlaps(ledger: Ledger) -> list[str]:
@@ -197,7 +198,7 @@ def overlaps(ledger: Ledger) -> list[str]:
         queues[execution.queue].append((begin.at, until, name))
     for queue, intervals in queues.items():
         intervals.sort()
-        for (_, until, first), (begin_at, _, second) in zip(intervals, intervals[1:], strict=False):
+        for (_, until, first), (begin_at, _, second) in itertools.pairwise(intervals):
             if begin_at < until:
                 problems.append(
                     f"queue {queue}: {second} began {(until - begin_at) / 1e6:.3f} ms before the"
@@ -405,6 +406,17 @@ class World:
             f"no line {kind!r} with {wanted}",
         )
         return lines[0]
+
+    async def lives_until(self, id: str, at: float) -> None:
+        """Return when a job has shown life after this time."""
+        await self.until(
+            lambda: self.ledger.lines("beat", job=id)[-1].at > at, f"{id} shows no life"
+        )
+
+    async def renewed(self, id: str) -> None:
+        """Return when the lease of a running job has been extended."""
+        before = self.job(id)["lease_until"]
+        await self.until(lambda: self.job(id)["lease_until"] > before, f"{id} is not renewed")
 
     async def settled(self, *ids: str, seconds: float = PATIENCE) -> None:
         """Return when these jobs are settled, or else all."""

@@ -377,7 +377,10 @@ def test_a_driver_that_quotes_the_decoded_password_is_cut_short() -> None:
 
 # -- help ------------------------------------------------------------------------------------------
 
-COMMANDS = ("demo", "run", "enqueue", "show", "list", "cancel", "fail-lane", "purge", "stats")
+COMMANDS = (
+    *("demo", "run", "enqueue", "show", "list", "cancel", "fail-lane", "purge", "stats"),
+    *("doctor", "explain", "migrate", "prune"),
+)
 
 
 def test_every_command_has_help_with_an_example(capsys: pytest.CaptureFixture[str]) -> None:

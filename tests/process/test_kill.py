@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from tests.process.harness import LEASE, SECOND, World
 from trio_watchdog import Recovery
+from trio_watchdog._open import open_store
 
 BEFORE = ("claimed", "reserved", "handler")
 """Phases in which the handler has not decided; a kill there costs a recovery."""
@@ -74,9 +77,9 @@ async def test_a_kill_in_any_phase_loses_nothing_and_repeats_no_decision(
         else:
             assert taken_over_at > leases[phase], phase
         if phase in BEFORE:
-            assert [run.worker for run in runs] == (
-                ["a", "b"] if phase == "handler" else ["b"]
-            ), phase
+            assert [run.worker for run in runs] == (["a", "b"] if phase == "handler" else ["b"]), (
+                phase
+            )
             assert job["recovery_count"] == 1, phase
             # A crash cannot dodge the count of attempts once one was reserved.
             assert job["attempt_count"] == (1 if phase == "claimed" else 2), phase
@@ -87,6 +90,30 @@ async def test_a_kill_in_any_phase_loses_nothing_and_repeats_no_decision(
         assert runs[-1].end is not None
         assert all(line.at > runs[-1].end.at for line in world.ledger.lines("hook", job=phase))
         assert jobs[f"{phase}-next"]["attempt_count"] == 1, phase
+
+
+async def test_an_owner_that_claims_and_dies_while_others_look_is_known_dead_all_the_same(
+    sqlite_world: World,
+) -> None:
+    # Another store has just read who has claims when this one makes its claim, and dies.
+    world = sqlite_world
+    async with open_store(world.url) as other:
+        ask, owner = other.ask, None
+
+        async def ask_slowly(wish: Any) -> Any:
+            nonlocal owner
+            answer = await ask(wish)
+            if owner is None:
+                worker = await world.start("a", lease=LONG)
+                owner = world.ledger.lines("ready")[0].facts["owner"]
+                await world.enqueue("job", ["gate", "never"], recovery=Recovery(1))
+                await world.line("begin", job="job")
+                worker.kill()
+            return answer
+
+        other.ask = ask_slowly  # type: ignore[method-assign]
+        assert await other.dead_owners() == ()
+        assert await other.dead_owners() == (owner,)
 
 
 async def test_a_kill_without_a_recovery_budget_interrupts_and_frees_the_queue(

@@ -8,11 +8,13 @@ from collections import Counter
 
 import trio
 
-from tests.process.harness import IS_FULL, World, Worker, out_of_order
+from tests.process.harness import IS_FULL, Worker, World, out_of_order
 from trio_watchdog import Job, Recovery
 
 
-def jobs_of(count: int, queues: int, lanes: int, dice: random.Random, **fields: object) -> list[Job]:
+def jobs_of(
+    count: int, queues: int, lanes: int, dice: random.Random, **fields: object
+) -> list[Job]:
     """Jobs that take a few milliseconds, some of which want to run again."""
     jobs: list[Job] = []
     for number in range(count):
@@ -80,17 +82,18 @@ async def cancel_at_random(world: World, ids: list[str], dice: random.Random) ->
 async def test_four_processes_keep_order_while_two_of_them_are_killed_again_and_again(
     world: World,
 ) -> None:
-    count, queues = (10_000, 200) if IS_FULL else (2500, 100)
+    count, queues = (10_000, 200) if IS_FULL else (1500, 80)
     if world.is_sqlite:
         count, queues = count // 2, queues // 2
     dice = random.Random(3)
     jobs = jobs_of(count, queues, 4, dice, recovery=Recovery(1000))
     await world.client.enqueue_many(jobs)
     lanes = [
-        {"name": f"lane{number}", "attempts": 1000, "delay": 0.01, "hook": number % 2 == 1}
+        {"name": f"lane{number}", "attempts": 1000, "delay": 0.01, "hook": number == 1}
         for number in range(4)
     ]
-    config = {"lanes": lanes, "lease": 2.0, "heartbeat": 0.4}
+    # On the host of an SQLite file no lease is waited for: a killed owner is known by its lock.
+    config = {"lanes": lanes, "lease": 120.0 if world.is_sqlite else 2.0}
     workers: list[Worker] = [world.launch(name, **config) for name in "abcd"]
     cancelled = dice.sample([job.id for job in jobs], count // 20)
     results: dict[str, str] = {}
@@ -110,6 +113,8 @@ async def test_four_processes_keep_order_while_two_of_them_are_killed_again_and_
     rows = world.check()
     kills = world.ledger.lines("kills")[0].facts["count"]
     assert kills >= 3, f"{kills} kills in {took:.1f} s"
+    if world.is_sqlite and not IS_FULL:
+        assert took < 100
     assert all(worker.is_running for worker in workers[:2])
 
     assert set(rows) == {job.id for job in jobs}
@@ -128,10 +133,8 @@ async def test_four_processes_keep_order_while_two_of_them_are_killed_again_and_
         retries = sum(step[1] for step in job.payload["steps"] if step[0] == "retry")
         assert runs[job.id] <= 1 + retries + row["recovery_count"], row
     assert sum(row["recovery_count"] for row in rows.values()) <= kills * len(lanes)
-    # The hook ran at least once for each job of its lanes that a handler has ended.
+    # The hook ran at least once for each job of its lane that a handler has ended.
     hooks = {line.job for line in world.ledger.lines("hooked", how="returned")}
     assert {
-        job.id
-        for job in jobs
-        if job.lane in ("lane1", "lane3") and rows[job.id]["outcome"] == "completed"
+        job.id for job in jobs if job.lane == "lane1" and rows[job.id]["outcome"] == "completed"
     } <= hooks

@@ -37,6 +37,7 @@ def skew(seconds: float) -> None:
 skew(CONFIG.get("skew", 0.0))
 
 import ctypes  # noqa: E402
+import importlib  # noqa: E402
 import logging  # noqa: E402
 from collections.abc import Awaitable, Callable  # noqa: E402
 
@@ -83,6 +84,8 @@ class Config:
     store: dict[str, Any] = field(factory=dict[str, Any])
     """For the store."""
     skew: float = 0.0
+    constants: dict[str, float] = field(factory=dict[str, float])
+    """``module.NAME`` of the package to another value, where the real one takes too long."""
 
 
 # -- the ledger ----------------------------------------------------------------------------------
@@ -172,13 +175,13 @@ class Doer:
 
     async def block(self, known: dict[str, Any], seconds: float) -> None:
         """Block the event loop."""
-        time.sleep(seconds)
+        time.sleep(seconds)  # noqa: ASYNC251
 
     async def deaf(self, known: dict[str, Any], name: str) -> None:
         """As ``gate``, but block the event loop: no checkpoint, so no cancellation is felt."""
         while not self.is_open(name):
             self.ledger.write("beat", **known)
-            time.sleep(BEAT)
+            time.sleep(BEAT)  # noqa: ASYNC251
 
     def is_open(self, name: str) -> bool:
         return (self.folder / name).exists() or (self.folder / f"{name}.{self.name}").exists()
@@ -284,6 +287,14 @@ async def serve(config: Config, doer: Doer) -> None:
     doer.ledger.write("bye")
 
 
+def set_constants(constants: dict[str, float]) -> None:
+    for path, value in constants.items():
+        module, _, name = path.rpartition(".")
+        where = importlib.import_module(f"trio_watchdog.{module}")
+        assert hasattr(where, name), path
+        setattr(where, name, value)
+
+
 def die_with_parent() -> None:
     """Have the system kill this process, even a frozen one, when the test is gone."""
     if sys.platform == "linux":
@@ -294,6 +305,7 @@ def die_with_parent() -> None:
 if CONFIG:
     die_with_parent()
     _config = Config(**CONFIG)
+    set_constants(_config.constants)
     _doer = Doer(_config)
     lanes = make_lanes(_config, _doer)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 import logging
 import random
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -59,6 +59,18 @@ def open_it(store: FaultyStore) -> Open:
             yield watchdog
 
     return opening
+
+
+@pytest.fixture
+def until() -> Callable[..., Awaitable[None]]:
+    """Waits for a condition, looking every ``step`` seconds; fails after ``limit`` of them."""
+
+    async def wait(condition: Callable[[], Any], *, step: float = 0.1, limit: float = 300) -> None:
+        with trio.fail_after(limit):
+            while not condition():  # noqa: ASYNC110 (there is nothing that tells)
+                await trio.sleep(step)
+
+    return wait
 
 
 class Ends:

@@ -119,7 +119,7 @@ class Program:
         for _ in range(4):
             try:
                 await trio.sleep(0.2)
-            except BaseException:  # noqa: S112, BLE001 (that is the point)
+            except BaseException:
                 continue
         return Complete()
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import attrs
 import pytest
 import trio
@@ -97,11 +99,29 @@ async def test_a_hook_that_fails_is_called_again_with_back_off_and_blocks_its_qu
         await watchdog.enqueue_many([Job("mail", id=id, queue="q") for id in "ab"])
         await watchdog.wait_settled("b")
     assert ran == ["a", "b"]
-    gaps = [later - earlier for earlier, later in zip(at, at[1:4], strict=False)]
+    gaps = [later - earlier for earlier, later in pairwise(at[:4])]
     assert gaps == sorted(gaps)
     assert gaps[0] < 1.1
     assert 2 <= gaps[2] <= 4.1
     assert ends.causes("a") == ["completed"]
+
+
+async def test_a_lane_claims_its_next_job_only_after_the_hook(open_it, store):
+    held = []
+
+    async def handler(job: RunningJob):
+        return None
+
+    async def hook(job: CompletingJob):
+        await trio.sleep(5)
+        if job.id == "a":
+            held.append((await store.read("b")).state)
+
+    async with open_it() as watchdog:
+        await watchdog.start_lane("mail", handler, on_completing=hook)
+        await watchdog.enqueue_many([Job("mail", id="a"), Job("mail", id="b")])
+        await watchdog.wait_settled("b")
+    assert held == ["queued"]
 
 
 async def test_a_long_hook_keeps_its_lease(open_it, store):
@@ -167,6 +187,31 @@ async def test_a_stop_leaves_a_hook_completing_and_the_next_start_finishes_it(op
         await watchdog.start_lane("mail", handler, on_completing=hook)
         await watchdog.wait_settled("x")
     assert (handled, finished) == (["x"], ["x"])
+
+
+async def test_a_hook_does_not_begin_once_the_watchdog_is_interrupted(open_it, store):
+    called = []
+    recording = trio.Event()
+
+    async def handler(job: RunningJob):
+        recording.set()
+
+    async def hook(job: CompletingJob):
+        called.append(job.id)
+        await trio.sleep(100)
+        called.append("ended")
+
+    async with open_it() as watchdog:
+        await watchdog.start_lane("mail", handler, on_completing=hook)
+        store.delay("decide", 2, when="after")
+        await watchdog.enqueue(Job("mail", id="x"))
+        await recording.wait()
+        await trio.sleep(1)
+        began = trio.current_time()
+        watchdog.interrupt()
+    assert trio.current_time() - began < 10
+    assert "ended" not in called
+    assert isinstance(await store.read("x"), CompletingJob)
 
 
 async def leave_completing(store, id, lane="mail"):

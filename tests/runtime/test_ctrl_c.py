@@ -15,6 +15,14 @@ from trio_watchdog import Job, RunningJob, open_client, open_watchdog
 IN_REAL_TIME = True
 
 
+@pytest.fixture(autouse=True)
+def ctrl_c_is_heard():
+    # Shells start background jobs with the signal ignored, and Python then leaves it at that.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 @pytest.mark.parametrize("delay", [n * 0.007 for n in range(12)])
 def test_ctrl_c_hands_off_what_runs_and_leaves_no_claim(tmp_path, delay):
     path = tmp_path / "jobs.db"

@@ -6,7 +6,7 @@ import logging
 
 import pytest
 import trio
-from trio.testing import MockClock
+from trio.testing import MockClock, wait_all_tasks_blocked
 
 from trio_watchdog import (
     Cancel,
@@ -128,6 +128,18 @@ async def test_a_cancelled_of_another_scope_is_a_failure_of_the_handler(open_it)
         settled = await watchdog.wait_settled("x")
     assert settled.outcome == "failed"
     assert "Cancelled of another scope" in settled.reason
+
+
+async def test_a_handler_that_is_not_async_fails_its_job_and_says_so(open_it):
+    def handler(job: RunningJob):
+        return Complete()
+
+    async with open_it() as watchdog:
+        await watchdog.start_lane("mail", handler)
+        await watchdog.enqueue(Job("mail", id="x"))
+        settled = await watchdog.wait_settled("x")
+    assert settled.outcome == "failed"
+    assert "the handler is not async: it returned Complete()" in settled.reason
 
 
 async def test_one_failing_job_leaves_its_siblings_and_other_lanes_alone(open_it):
@@ -274,7 +286,7 @@ async def test_failing_the_lane_ends_a_running_job_as_failed_by_its_reason(open_
 
 
 @MANNERS
-async def test_after_a_lost_lease_nothing_is_recorded(open_it, store, ends, manner):
+async def test_after_a_lost_lease_nothing_is_recorded(open_it, store, ends, manner, until):
     started = trio.Event()
     reasons = []
 
@@ -290,13 +302,48 @@ async def test_after_a_lost_lease_nothing_is_recorded(open_it, store, ends, mann
         await started.wait()
         store.fail("renew", times=None)
         began = trio.current_time()
-        while not ends.of("x"):
-            await trio.sleep(0.5)
+        await until(lambda: ends.of("x"))
         # The lease less its margin, and not later: nobody else may have the job before.
         assert trio.current_time() - began <= 27.5
         assert isinstance(await watchdog.read("x"), RunningJob)
     assert reasons == ["lease_lost"]
     assert ends.causes("x") == ["lease_lost"]
+
+
+@pytest.mark.parametrize("way", ["told", "expired"])
+async def test_a_lost_lease_beats_every_other_cause(open_it, store, ends, way):
+    started = trio.Event()
+    reasons = []
+
+    async def handler(job: RunningJob):
+        started.set()
+        try:
+            await trio.sleep_forever()
+        finally:
+            reasons.append(job.cancel_reason)
+            with trio.CancelScope(shield=True):
+                await trio.sleep(40)
+            reasons.append(job.cancel_reason)
+
+    async with open_it(lease=30) as watchdog:
+        await watchdog.start_lane("mail", handler)
+        await watchdog.enqueue(Job("mail", id="x"))
+        await started.wait()
+        await watchdog.cancel("x")
+        await wait_all_tasks_blocked()
+        if way == "told":
+            await store.fail_lane("mail", "and nobody told the claim")
+        else:
+            store.fail("renew", times=None)
+        settled = await watchdog.wait_settled("x")
+        await watchdog.wait_idle()
+    assert settled.outcome == ("failed" if way == "told" else "cancelled")
+    if way == "told":
+        assert ends.causes("x") == ["lease_lost"]
+    else:
+        assert reasons == ["cancellation", "lease_lost"]
+        # The claim is over; the supervisor settles it, by the cancellation that is recorded.
+        assert ends.causes("x") == ["lease_lost", "disappeared"]
 
 
 @MANNERS
@@ -387,7 +434,7 @@ async def test_the_deadline_shows_the_end_of_the_lease_and_renewal_moves_it(open
     assert seen == pytest.approx([27.0, 26.5, 26.0], abs=0.2)
 
 
-async def test_no_deadline_of_the_programs_outlives_the_lease(open_it, store, ends):
+async def test_no_deadline_of_the_programs_outlives_the_lease(open_it, store, ends, until):
     async def handler(job: RunningJob):
         job.cancel_scope.deadline = trio.current_time() + 1000
         await trio.sleep_forever()
@@ -396,8 +443,7 @@ async def test_no_deadline_of_the_programs_outlives_the_lease(open_it, store, en
         await watchdog.start_lane("mail", handler)
         store.fail("renew", times=None)
         await watchdog.enqueue(Job("mail", id="x"))
-        while not ends.of("x"):
-            await trio.sleep(0.5)
+        await until(lambda: ends.of("x"))
         assert trio.current_time() < 28
     assert ends.causes("x") == ["lease_lost"]
 
@@ -478,7 +524,7 @@ async def test_an_error_that_a_cancellation_replaced_is_in_the_log(open_it, ends
             return self
 
         async def __aexit__(self, *error):
-            await trio.sleep(0)
+            await trio.lowlevel.checkpoint()
 
     async def handler(job: RunningJob):
         async with Resource():

@@ -99,13 +99,12 @@ async def test_a_busy_slot_needs_one_exchange_per_job(open_it, store):
     assert store.exchanges - before < 115
 
 
-async def test_a_paused_lane_claims_nothing_until_it_is_resumed(open_it):
+async def test_a_paused_lane_claims_nothing_until_it_is_resumed(open_it, until):
     meter = Meter()
     async with open_it() as watchdog:
         lane = await watchdog.start_lane("mail", meter, workers=2)
         await watchdog.enqueue(Job("mail", id="a"))
-        while not meter.order:
-            await trio.sleep(0.1)
+        await until(lambda: meter.order)
         lane.pause()
         assert lane.statistics().is_paused
         await watchdog.enqueue(Job("mail", id="b"))
@@ -117,14 +116,13 @@ async def test_a_paused_lane_claims_nothing_until_it_is_resumed(open_it):
         await watchdog.wait_settled("b")
 
 
-async def test_draining_a_lane_waits_for_its_job_and_leaves_it_paused(open_it):
+async def test_draining_a_lane_waits_for_its_job_and_leaves_it_paused(open_it, until):
     meter, other = Meter(), Meter()
     async with open_it() as watchdog:
         lane = await watchdog.start_lane("mail", meter)
         await watchdog.start_lane("fax", other)
         await watchdog.enqueue_many([Job("mail", id="a"), Job("mail", id="b"), Job("fax", id="c")])
-        while not meter.order:
-            await trio.sleep(0.1)
+        await until(lambda: meter.order)
         await lane.drain()
         assert meter.running == 0
         assert isinstance(await watchdog.read("b"), QueuedJob)

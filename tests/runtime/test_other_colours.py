@@ -121,7 +121,7 @@ async def test_a_stop_waits_for_a_thread_and_hands_its_job_off():
         assert isinstance(await store.read("x"), QueuedJob)
 
 
-async def test_threads_of_lanes_do_not_wait_for_trios_default_limiter():
+async def test_threads_of_lanes_do_not_wait_for_trios_default_limiter(until):
     go_on = threading.Event()
     running = []
 
@@ -133,9 +133,7 @@ async def test_threads_of_lanes_do_not_wait_for_trios_default_limiter():
     async with open_watchdog(":memory:") as watchdog:
         await watchdog.start_lane("mail", handler, workers=60)
         await watchdog.enqueue_many([Job("mail") for _ in range(60)])
-        with trio.fail_after(5):
-            while len(running) < 60:
-                await trio.sleep(0.01)
+        await until(lambda: len(running) == 60, step=0.01, limit=5)
         assert await trio.to_thread.run_sync(lambda: 3) == 3
         assert trio.to_thread.current_default_thread_limiter().borrowed_tokens == 0
         go_on.set()

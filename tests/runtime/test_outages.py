@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from itertools import pairwise
 
 import pytest
 import trio
@@ -63,9 +64,7 @@ async def test_a_claim_whose_answer_was_lost_is_found_again(open_it, store, loss
     assert settled.attempt_count == 1
 
 
-async def test_a_claim_that_is_found_again_late_is_renewed_before_it_begins(
-    open_it, store, ends
-):
+async def test_a_claim_that_is_found_again_late_is_renewed_before_it_begins(open_it, store, ends):
     handler = Counting(duration=20)
     async with open_it(lease=30) as watchdog:
         await watchdog.start_lane("mail", handler)
@@ -142,13 +141,12 @@ async def test_no_lost_answer_costs_an_attempt_or_runs_a_job_twice(
     assert settled.recovery_count == 0
 
 
-async def test_a_hand_off_whose_answer_was_lost_is_a_hand_off(open_it, store):
+async def test_a_hand_off_whose_answer_was_lost_is_a_hand_off(open_it, store, until):
     async with open_it(grace=0) as watchdog:
         handler = Counting(duration=1000)
         await watchdog.start_lane("mail", handler)
         await watchdog.enqueue(Job("mail", id="x"))
-        while not handler.runs:
-            await trio.sleep(0.1)
+        await until(lambda: handler.runs)
         store.fail("hand_off", when="after")
     assert isinstance(await store.read("x"), QueuedJob)
 
@@ -156,13 +154,12 @@ async def test_a_hand_off_whose_answer_was_lost_is_a_hand_off(open_it, store):
 # -- away -----------------------------------------------------------------------------------------
 
 
-async def test_handlers_run_on_through_a_short_outage_and_lanes_resume(open_it, store, ends):
+async def test_handlers_run_on_through_a_short_outage_and_lanes_resume(open_it, store, ends, until):
     handler = Counting(duration=30)
     async with open_it() as watchdog:
         await watchdog.start_lane("mail", handler)
         await watchdog.enqueue_many([Job("mail", id=id) for id in "ab"])
-        while not handler.runs:
-            await trio.sleep(0.1)
+        await until(lambda: handler.runs)
         away = store.fail(times=None)
         await trio.sleep(60)
         assert not watchdog.statistics().is_store_available
@@ -177,37 +174,35 @@ async def test_handlers_run_on_through_a_short_outage_and_lanes_resume(open_it, 
     assert ends.causes("a") == ["completed"]
 
 
-async def test_an_outage_longer_than_the_lease_cancels_handlers_in_time(open_it, store, ends):
+async def test_an_outage_longer_than_the_lease_cancels_handlers_in_time(
+    open_it, store, ends, until
+):
     handler = Counting(duration=1000)
     async with open_it(lease=30) as watchdog:
         await watchdog.start_lane("mail", handler)
         await watchdog.enqueue(Job("mail", id="x", recovery=Recovery(1)))
-        while not handler.runs:
-            await trio.sleep(0.1)
+        await until(lambda: handler.runs)
         away = store.fail(times=None)
         began = trio.current_time()
-        while not ends.of("x"):
-            await trio.sleep(0.1)
+        await until(lambda: ends.of("x"))
         assert trio.current_time() - began <= 27.2
         await trio.sleep(30)
         away.remove()
-        while len(handler.runs) < 2:
-            await trio.sleep(1)
+        await until(lambda: len(handler.runs) == 2)
         # Queued again by the supervisor, from its recovery budget.
         assert (await watchdog.read("x")).recovery_count == 1
         watchdog.interrupt()
     assert ends.causes("x")[0] == "lease_lost"
 
 
-async def test_a_decision_is_given_up_when_the_lease_is_over(open_it, store, ends):
+async def test_a_decision_is_given_up_when_the_lease_is_over(open_it, store, ends, until):
     async with open_it(lease=30) as watchdog:
         await watchdog.start_lane("mail", nothing)
         store.fail("decide", times=None)
         await watchdog.enqueue(Job("mail", id="x"))
         began = trio.current_time()
         # Renewals are answered, so it is not the lease alone that ends it.
-        while not ends.of("x"):
-            await trio.sleep(0.1)
+        await until(lambda: ends.of("x"))
         assert 27 <= trio.current_time() - began <= 31
         (record,) = ends.of("x")
         assert record.__dict__["result"] == "unwritten"
@@ -268,7 +263,7 @@ async def test_riding_out_gives_up_in_time_and_wakes_early_when_the_store_return
         outage.answered()
         await wait_all_tasks_blocked()
         assert trio.current_time() - tries[-1] < 0.01
-    assert all(b - a >= 0.05 for a, b in zip(tries, tries[1:], strict=False))
+    assert all(b - a >= 0.05 for a, b in pairwise(tries))
 
 
 # -- clients --------------------------------------------------------------------------------------
@@ -324,7 +319,7 @@ async def test_a_projector_that_refuses_a_decision_is_asked_again_and_the_queue_
 
 @pytest.mark.parametrize("verb", ["claim", "decide", "renew", "inspect", "wake_state"])
 async def test_a_rotten_store_ends_the_block_with_its_error(open_it, store, verb):
-    with pytest.raises(StoreInvalid, match="malformed"):
+    async def serve():
         async with open_it() as watchdog:
             await watchdog.start_lane("mail", Counting(duration=25))
             await watchdog.start_lane("fax", nothing)
@@ -332,3 +327,6 @@ async def test_a_rotten_store_ends_the_block_with_its_error(open_it, store, verb
             await watchdog.enqueue(Job("mail", id="x"))
             with trio.fail_after(60):
                 await trio.sleep_forever()
+
+    with pytest.raises(StoreInvalid, match="malformed"):
+        await serve()

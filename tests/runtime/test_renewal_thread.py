@@ -33,7 +33,9 @@ async def test_a_handler_that_blocks_for_three_leases_keeps_its_job(tmp_path, en
     async def handler(job: RunningJob):
         deadline = job.cancel_scope.deadline
         block(1.8)
-        # Its lease was renewed all the time, so it does not find itself cancelled afterwards.
+        # Its lease was renewed all the time, so it does not find itself cancelled afterwards,
+        # not even before the loop has had a chance to look.
+        assert job.cancel_reason is None
         await trio.lowlevel.checkpoint()
         await trio.sleep(0.05)
         assert job.cancel_scope.deadline > deadline + 1
@@ -126,7 +128,7 @@ async def test_renewal_errors_are_retried_from_the_thread(tmp_path, ends):
             assert 0 <= age < 0.9
 
 
-async def test_a_lost_claim_cancels_the_handler(tmp_path, ends):
+async def test_a_lost_claim_cancels_the_handler(tmp_path, ends, until):
     started = trio.Event()
 
     async def handler(job: RunningJob):
@@ -142,9 +144,7 @@ async def test_a_lost_claim_cancels_the_handler(tmp_path, ends):
             listeners, store.on_change[:] = list(store.on_change), []
             assert (await store.hand_off("x", job.token)).status == "queued"
             store.on_change[:] = listeners
-            with trio.fail_after(2):
-                while not ends.of("x"):
-                    await trio.sleep(0.01)
+            await until(lambda: ends.of("x"), step=0.01, limit=2)
             watchdog.interrupt()
     assert ends.causes("x")[0] == "lease_lost"
 
@@ -152,13 +152,20 @@ async def test_a_lost_claim_cancels_the_handler(tmp_path, ends):
 async def test_a_renewal_that_finds_the_store_rotten_ends_the_block(tmp_path):
     async with open_store(tmp_path / "jobs.db") as inner:
         store = FaultyStore(inner)
-        with pytest.raises(StoreInvalid, match="malformed"):
+
+        async def handler(job: RunningJob):
+            await trio.sleep_forever()
+
+        async def serve():
             async with open_watchdog(store, heartbeat=0.1) as watchdog:
-                await watchdog.start_lane("mail", lambda job: trio.sleep_forever())
+                await watchdog.start_lane("mail", handler)
                 await watchdog.enqueue(Job("mail", id="x"))
                 store.fail("renew", times=None, error=StoreInvalid("the file is malformed"))
                 with trio.fail_after(5):
                     await trio.sleep_forever()
+
+        with pytest.raises(StoreInvalid, match="malformed"):
+            await serve()
         store.heal()
         assert isinstance(await store.read("x"), QueuedJob)
 

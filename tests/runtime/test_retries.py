@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 import trio
 
@@ -22,7 +24,7 @@ async def test_attempts_follow_each_other_by_the_policys_delays(open_it):
         settled = await watchdog.wait_settled("x")
     assert settled.outcome == "completed"
     assert settled.attempt_count == 4
-    gaps = [later - earlier for earlier, later in zip(at, at[1:], strict=False)]
+    gaps = [later - earlier for earlier, later in pairwise(at)]
     # A delay begins when its attempt does, so that a crash cannot dodge it.
     assert gaps == pytest.approx([2.0, 6.0, 18.0], abs=0.01)
 

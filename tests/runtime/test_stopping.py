@@ -122,12 +122,15 @@ async def test_an_error_in_the_block_hands_off_and_is_raised_as_itself(open_it, 
         started.set()
         await trio.sleep_forever()
 
-    with pytest.raises(ValueError, match="mine"):
+    async def serve():
         async with open_it() as watchdog:
             await watchdog.start_lane("mail", handler)
             await watchdog.enqueue(Job("mail", id="x"))
             await started.wait()
             raise ValueError("mine")
+
+    with pytest.raises(ValueError, match="mine"):
+        await serve()
     assert isinstance(await store.read("x"), QueuedJob)
 
 
@@ -138,11 +141,14 @@ async def test_what_is_no_exception_passes_from_a_handler_and_the_job_is_handed_
     async def handler(job: RunningJob):
         raise error
 
-    with pytest.raises(error):
+    async def serve():
         async with open_it() as watchdog:
             await watchdog.start_lane("mail", handler, retry=RetryPolicy(1))
             await watchdog.enqueue(Job("mail", id="x"))
             await trio.sleep_forever()
+
+    with pytest.raises(error):
+        await serve()
     job = await store.read("x")
     assert isinstance(job, QueuedJob)
     assert job.attempt_count == 0
@@ -202,9 +208,7 @@ async def test_a_stop_waits_for_a_handler_that_shields_itself_and_then_hands_off
     assert isinstance(await store.read("x"), QueuedJob)
 
 
-async def test_a_handler_that_outlives_its_cancellation_is_reported_with_its_stack(
-    open_it, caplog
-):
+async def test_a_handler_that_outlives_its_cancellation_is_reported_with_its_stack(open_it, caplog):
     started = trio.Event()
 
     async def stubborn_nap():
@@ -266,6 +270,51 @@ async def test_a_job_claimed_while_the_watchdog_closes_is_not_begun(open_it, sto
     assert job.attempt_count == 0
 
 
+@pytest.mark.parametrize("retry", [None, RetryPolicy(1)])
+async def test_a_job_claimed_by_a_closing_lane_costs_neither_a_reservation_nor_a_run(
+    open_it, store, ends, retry
+):
+    ran = []
+
+    async def handler(job: RunningJob):
+        ran.append(job.id)
+
+    async with open_it() as watchdog:
+        lane = await watchdog.start_lane("mail", handler, retry=retry)
+        await watchdog.wait_idle()
+        store.delay("claim", 10, when="after")
+        await watchdog.enqueue(Job("mail", id="x"))
+        await trio.sleep(1)
+        await lane.drain()
+        assert isinstance(await watchdog.read("x"), QueuedJob)
+    assert ran == []
+    assert store.calls["reserve_attempt"] == 0
+    # What did not begin has no end.
+    assert ends.of("x") == []
+
+
+async def test_a_job_whose_attempt_is_reserved_while_the_lane_closes_is_given_back(
+    open_it, store, ends
+):
+    ran = []
+
+    async def handler(job: RunningJob):
+        ran.append(job.id)
+
+    async with open_it() as watchdog:
+        lane = await watchdog.start_lane("mail", handler, retry=RetryPolicy(1))
+        await watchdog.wait_idle()
+        store.delay("reserve_attempt", 10, when="after")
+        await watchdog.enqueue(Job("mail", id="x"))
+        await trio.sleep(1)
+        await lane.drain()
+        job = await watchdog.read("x")
+        assert isinstance(job, QueuedJob)
+        assert job.attempt_count == 0
+    assert ran == []
+    assert ends.of("x") == []
+
+
 async def test_a_job_cancelled_before_its_handler_starts_does_not_start(open_it, store, ends):
     ran = []
 
@@ -283,6 +332,38 @@ async def test_a_job_cancelled_before_its_handler_starts_does_not_start(open_it,
         await watchdog.wait_idle()
     assert ran == []
     assert ends.causes("x") == ["cancellation"]
+
+
+@pytest.mark.parametrize("ending", ["return", "raise", "cancel"])
+async def test_a_block_without_a_single_step_ends(open_it, ending):
+    async def serve():
+        async with open_it() as watchdog:
+            if ending == "raise":
+                raise ValueError("at once")
+            if ending == "cancel":
+                scope.cancel()
+            assert watchdog.running() == []
+
+    with trio.fail_after(5), trio.CancelScope() as scope:
+        if ending == "raise":
+            with pytest.raises(ValueError, match="at once"):
+                await serve()
+        else:
+            await serve()
+
+
+async def test_a_stop_in_an_outage_with_nothing_running_does_not_take_the_grace(open_it, store):
+    async def handler(job: RunningJob):
+        return None
+
+    async with open_it(grace=1000) as watchdog:
+        await watchdog.start_lane("mail", handler, workers=3)
+        await watchdog.wait_idle()
+        store.fail(times=None)
+        watchdog._runtime.doorbell.ring_everything()
+        await trio.sleep(10)
+        began = trio.current_time()
+    assert trio.current_time() - began <= 10.1
 
 
 async def test_a_stop_before_the_first_claim_claims_nothing(open_it, store):

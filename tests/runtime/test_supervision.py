@@ -107,12 +107,12 @@ async def test_an_is_alive_that_raises_or_hangs_is_unknown_and_logged(open_it, s
     assert "LivenessUnavailable" in caplog.text
 
 
-async def test_is_alive_may_be_a_plain_function(open_it, store):
+async def test_is_alive_may_be_a_plain_function(open_it, store, ends, until):
     await disappear(store, "x", recovery=Recovery(2))
     async with open_it(is_alive=lambda job: job.id != "x") as watchdog:
         await watchdog.start_lane("mail", nothing)
-        while not isinstance(await watchdog.read("x"), QueuedJob):
-            await trio.sleep(1)
+        await until(lambda: ends.of("x"))
+        assert isinstance(await watchdog.read("x"), QueuedJob)
 
 
 async def test_a_lost_claim_whose_handler_still_runs_here_is_not_started_again_here(
@@ -170,3 +170,38 @@ async def test_one_claim_that_cannot_be_decided_does_not_keep_the_others(open_it
         for id in "abc":
             assert (await watchdog.wait_settled(id)).outcome == "interrupted"
     assert "the row is nonsense" in caplog.text
+
+
+async def test_slow_answers_about_liveness_keep_neither_duties_nor_later_claims_waiting(
+    open_it, store
+):
+    for n in range(8):
+        await disappear(store, f"hangs {n}")
+    await disappear(store, "gone")
+
+    async def is_alive(job: RunningJob) -> bool | None:
+        if job.id != "gone":
+            await trio.sleep_forever()
+        return False
+
+    async with open_it(is_alive=is_alive) as watchdog:
+        await watchdog.start_lane("mail", nothing)
+        await trio.sleep(30)
+        await watchdog.enqueue(Job("nobody", id="x"))
+        await watchdog.cancel("x")
+        began = trio.current_time()
+        await watchdog.wait_settled("x")
+        assert trio.current_time() - began < 21
+        assert (await watchdog.wait_settled("gone")).outcome == "interrupted"
+        assert trio.current_time() < 180
+
+
+async def test_an_idle_supervisor_only_reads(open_it, store):
+    async with open_it() as watchdog:
+        await watchdog.start_lane("mail", nothing)
+        await watchdog.wait_idle()
+        store.calls.clear()
+        await trio.sleep(60)
+    # The last is not the supervisor's, but a chore.
+    assert set(store.calls) <= {"read_wake_state", "claim", "read_lost"}
+    assert store.calls["read_wake_state"] <= 14

@@ -59,6 +59,22 @@ async def test_a_tick_runs_one_job_to_its_end(open_it, lanes, ran, store):
     assert ran == [("mail", "a"), ("hook", "a"), ("mail", "b"), ("hook", "b")]
 
 
+async def test_a_tick_claims_no_second_job(open_it, ran, store):
+    lanes = Lanes()
+
+    @lanes.lane("mail")
+    async def mail(job: RunningJob):
+        ran.append(job.id)
+
+    async with open_it() as watchdog:
+        await watchdog.enqueue_many([Job("mail", id="a"), Job("mail", id="b")])
+        store.calls.clear()
+        await watchdog.tick(lanes)
+        assert store.calls["claim"] == 1
+        assert store.calls["hand_off"] == 0
+        assert isinstance(await watchdog.read("b"), QueuedJob)
+
+
 async def test_a_tick_gives_other_lanes_to_others_and_named_ones_never(open_it, lanes, ran):
     async with open_it() as watchdog:
         await watchdog.enqueue_many([Job("fax", id="f"), Job("mail", id="m")])

@@ -13,7 +13,7 @@ from trio_watchdog._open import open_store
 from trio_watchdog._payload import PAYLOAD_LIMIT
 from trio_watchdog._sqlite import FileStore, InlineStore
 from trio_watchdog._store import Project, Store
-from trio_watchdog.testing import Capability, DurableClock, StoreMaker
+from trio_watchdog.testing import Capability, DurableClock, FaultyStore, StoreMaker
 
 
 class SQLiteMaker(StoreMaker):
@@ -166,9 +166,29 @@ def dictionary(cursor: sqlite3.Cursor, row: tuple[Any, ...]) -> dict[str, Any]:
     return {column[0]: value for column, value in zip(cursor.description, row, strict=True)}
 
 
+class FaultyMaker(MemoryMaker):
+    """A faulty store that was not told to fail is the store behind it, in everything."""
+
+    @asynccontextmanager
+    async def _open(
+        self, clock: DurableClock, **options: Any
+    ) -> AsyncGenerator[tuple[Store, DurableClock]]:
+        async with super()._open(clock, **options) as (store, _):
+            yield FaultyStore(store), clock
+
+    def beside(self, store: Store) -> AbstractAsyncContextManager[Store]:
+        assert isinstance(store, FaultyStore)
+        return super().beside(store.store)
+
+    def _execute(self, store: Store, *args: Any, **options: Any) -> list[tuple[Any, ...]]:
+        assert isinstance(store, FaultyStore)
+        return super()._execute(store.store, *args, **options)
+
+
 MAKERS: dict[str, StoreMaker] = {
     "memory": MemoryMaker(),
     "file": FileMaker(),
     "borrowed-memory": BorrowedMemoryMaker(),
     "borrowed-file": BorrowedFileMaker(),
+    "faulty": FaultyMaker(),
 }

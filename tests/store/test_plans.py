@@ -123,6 +123,7 @@ HOT: dict[str, tuple[str, ...]] = {
     ),
     "STAGE": (),
     "CLAIM": (),
+    "CLAIM_BEYOND": (),
     "READ_READY_LANES": ("watchdog_jobs_ready",),
     "READ_CLAIMED": ("watchdog_jobs_single_flight",),
     "LOWER": (),

@@ -571,6 +571,7 @@ def test_every_place_where_sql_repeats_a_rule_is_tested_here() -> None:
     }
     assert judging - EXPLAINING == {
         "CLAIM",
+        "CLAIM_BEYOND",
         "DECIDE",
         "NEXT_RUNNING_CLAIM",
         "READ_CLAIM_STATES",

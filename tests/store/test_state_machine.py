@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 import sqlite3
+import tempfile
 from collections.abc import Sequence
 from typing import Any
 
@@ -65,14 +66,17 @@ class History(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.connection = sqlite3.connect(":memory:", isolation_level=None)
-        prepare(self.connection, "memory")
         self.clock = DurableClock()
-        self.engine = Engine(self.connection, self.clock)
+        self.open_database()
         self.model = Model()
         self.numbers = itertools.count(1)
         self.tokens: list[tuple[str, str]] = []
         """Every claim there ever was: id and token."""
+
+    def open_database(self) -> None:
+        self.connection = sqlite3.connect(":memory:", isolation_level=None)
+        prepare(self.connection, "memory")
+        self.engine = Engine(self.connection, self.clock)
 
     def teardown(self) -> None:
         self.connection.close()
@@ -460,14 +464,37 @@ class History(RuleBasedStateMachine):
         self.compare()
 
 
-@pytest.mark.parametrize("part", range(2))
-def test_no_history_tells_the_engine_from_the_model(part: int) -> None:
-    # Two shorter runs rather than a long one: each begins with fresh ideas.
-    examples = int(os.environ.get("WATCHDOG_EXAMPLES", "120"))
+class SharedHistory(History):
+    """The same by turns on two connections, as two processes would have them."""
+
+    def open_database(self) -> None:
+        self.folder = tempfile.TemporaryDirectory()
+        self.others: list[tuple[sqlite3.Connection, Engine]] = []
+        for _ in range(2):
+            connection = sqlite3.connect(f"{self.folder.name}/jobs.db", isolation_level=None)
+            connection.execute("pragma journal_mode = wal")
+            connection.execute("pragma synchronous = off")
+            prepare(connection, "file")
+            self.others.append((connection, Engine(connection, self.clock)))
+        self.connection, self.engine = self.others[0]
+
+    def perform(self, *asked: Wish[Any]) -> list[Any]:
+        self.others.reverse()
+        self.connection, self.engine = self.others[0]
+        return super().perform(*asked)
+
+    def teardown(self) -> None:
+        for connection, _ in self.others:
+            connection.close()
+        self.folder.cleanup()
+
+
+@pytest.mark.parametrize("kind", [History, SharedHistory])
+def test_no_history_tells_the_engine_from_the_model(kind: type[History]) -> None:
     run_state_machine_as_test(
-        History,
+        kind,
         settings=settings(
-            max_examples=examples,
+            max_examples=int(os.environ.get("WATCHDOG_EXAMPLES", "120")),
             stateful_step_count=40,
             deadline=None,
             suppress_health_check=list(HealthCheck),

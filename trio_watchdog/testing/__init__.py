@@ -19,6 +19,7 @@ from . import (
 )
 from ._clock import TICK, DurableClock
 from ._faulty import VERBS, Fault, FaultyStore
+from ._inline import InlineWatchdog, open_test_watchdog, run_lanes
 from ._invariants import broken_invariants, broken_rows, check_invariants
 from ._store_maker import (
     Capability,
@@ -47,11 +48,14 @@ __all__ = [
     "DurableClock",
     "Fault",
     "FaultyStore",
+    "InlineWatchdog",
     "StoreCheck",
     "StoreMaker",
     "broken_invariants",
     "broken_rows",
     "check_invariants",
     "missing_capabilities",
+    "open_test_watchdog",
+    "run_lanes",
     "store_check",
 ]

@@ -411,6 +411,25 @@ async def a_broken_payload_does_not_hide_other_jobs_from_the_supervisor(
 
 
 @store_check("raw_sql")
+async def a_broken_row_in_the_feed_is_named_and_what_comes_before_it_is_read(
+    open_store: StoreMaker,
+) -> None:
+    async with open_store() as (store, _):
+        for id in ("1", "2", "broken", "4"):
+            await complete(store, await start(store, Job("a", id=id)))
+        await open_store.execute(store, "update {jobs} set payload = '{' where id = 'broken'")
+        page = await store.read_settled()
+        assert ids(page.jobs) == ["1", "2"]
+        for _ in range(2):
+            with raises(StoreInvalid, "'broken'"):
+                await store.read_settled(after=page.cursor)
+        # Mended, it is read on, and nothing was passed over.
+        await open_store.execute(store, "update {jobs} set payload = '1' where id = 'broken'")
+        page = await store.read_settled(after=page.cursor)
+        assert ids(page.jobs) == ["broken", "4"]
+
+
+@store_check("raw_sql")
 async def a_lane_with_a_broken_row_can_be_failed(open_store: StoreMaker) -> None:
     async with open_store() as (store, _):
         for id in ("1", "broken", "3"):

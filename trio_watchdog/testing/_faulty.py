@@ -13,7 +13,7 @@ from attrs import define, field
 from .. import _operations as operations
 from .. import _wishes as wishes
 from .._errors import StoreUnavailable
-from .._store import Change, Renewer, Store
+from .._store import Change, Renewer, Store, Vital
 from .._wishes import Renewal, Wish
 
 VERBS: dict[str, type[Wish[Any]]] = {
@@ -197,6 +197,9 @@ class FaultyStore(Store):
 
     def now(self) -> int | None:
         return self.store.now()
+
+    async def vitals(self) -> list[Vital]:
+        return await self.store.vitals()
 
     def report(self, change: Change) -> None:
         self.store.report(change)

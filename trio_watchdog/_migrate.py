@@ -11,19 +11,21 @@ moved, since another job has its id there, for one, stays and is named.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import asynccontextmanager, suppress
 from typing import Any
 
+import trio
 from attrs import frozen
 
-from ._errors import JobConflict, StoreInvalid
+from ._errors import JobConflict, StoreInvalid, WatchdogError
 from ._identity import fresh_token
 from ._model import CompletingJob, Job, Recovery, RunningJob
 from ._payload import decode_payload, encode_payload
 from ._rules import check_duplicate
 from ._store import Store
 from ._upkeep_statements import MOVED_COLUMNS
-from ._wishes import Export, Import, Read, ReadJobs, Remove
+from ._wishes import Export, Import, Read, ReadJobs, Remove, Renew
 
 _COLUMNS = [column.split()[0] for column in MOVED_COLUMNS.split(", ")]
 
@@ -55,20 +57,18 @@ async def migrate(
     job still runs there, before anything is moved. ``progress`` is told how many have been moved.
     """
     await _refuse_same(source, target)
-    await _settle_what_is_over(source)
-    moved = duplicates = after = 0
-    left: list[tuple[str, str]] = []
-    while True:
-        exported = await source.ask(Export(after))
-        if not exported.rows:
-            return Migration(moved, duplicates, tuple(left))
-        after = exported.last
-        copy = await _copy(target, exported.rows)
-        await _remove(source, copy.there)
-        moved += len(copy.there)
-        duplicates += copy.duplicates
-        left += copy.refused
-        progress(moved)
+    async with _nobody_at_work(source):
+        moved = duplicates = after = 0
+        left: list[tuple[str, str]] = []
+        while (exported := await source.ask(Export(after))).rows:
+            after = exported.last
+            copy = await _copy(target, exported.rows)
+            await _remove(source, copy.there)
+            moved += len(copy.there)
+            duplicates += copy.duplicates
+            left += copy.refused
+            progress(moved)
+    return Migration(moved, duplicates, tuple(left))
 
 
 async def _refuse_same(source: Store, target: Store) -> None:
@@ -81,7 +81,8 @@ async def _refuse_same(source: Store, target: Store) -> None:
         raise ValueError("the jobs are to be moved to where they are; name two databases")
 
 
-async def _settle_what_is_over(source: Store) -> None:
+@asynccontextmanager
+async def _nobody_at_work(source: Store) -> AsyncGenerator[None]:
     """Decide about what disappeared and what was cancelled; nothing else may be under way."""
     after = 0
     while (job := await source.next_running_claim(after)) is not None:
@@ -90,17 +91,24 @@ async def _settle_what_is_over(source: Store) -> None:
     while await source.settle_cancelled():
         pass
     token = fresh_token()
-    # Completions without an owner; all under one token, which tells them from the live ones.
-    while await source.take_completing(token) is not None:
-        pass
-    for state in ("running", "completing"):
-        for job in await source.ask(ReadJobs(state=state)):
-            if isinstance(job, (RunningJob, CompletingJob)) and job.token != token:
-                raise SourceInUse(
-                    f"job {job.id!r} of lane {job.lane!r} is {job.state} under a lease until"
-                    f" {job.lease_until.isoformat()}; stop the workers of the old database first,"
-                    " and if they were killed, wait until then"
-                )
+    taken: list[str] = []
+    try:
+        # Completions without an owner; all under one token, which tells them from the live ones.
+        while (completing := await source.take_completing(token)) is not None:
+            taken.append(completing.id)
+        for state in ("running", "completing"):
+            for job in await source.ask(ReadJobs(state=state)):
+                if isinstance(job, (RunningJob, CompletingJob)) and job.token != token:
+                    raise SourceInUse(
+                        f"job {job.id!r} of lane {job.lane!r} is {job.state} under a lease until"
+                        f" {job.lease_until.isoformat()}; stop the workers of the old database"
+                        " first, and if they were killed, wait until then"
+                    )
+        yield
+    finally:
+        # Those that stay are anybody's again; else the next move would have to wait for us.
+        with trio.move_on_after(5, shield=True), suppress(WatchdogError):
+            await source.submit(*(Renew(id, token, 1) for id in taken))
 
 
 @frozen

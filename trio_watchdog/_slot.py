@@ -25,6 +25,7 @@ from ._wishes import (
     FinishCompleting,
     HandOff,
     Read,
+    Renew,
     ReserveAttempt,
     RetryJob,
     Returned,
@@ -303,6 +304,8 @@ class Slot:
                         job.lane,
                         (held.cause or "lease_lost").replace("_", " "),
                     )
+                    if held.cause == "shutdown":
+                        await self._let_go(held)
                     return
             held.over_at = trio.current_time()
             with runtime.bounded():
@@ -310,6 +313,14 @@ class Slot:
                 await self._desk.ask(wish, held, fuses=self._fuses_finish)
         finally:
             self._desk.drop(held)
+
+    async def _let_go(self, held: Held) -> None:
+        """End a completion's lease: its queue need not wait for that when we stop."""
+        # Dropped first, or a renewal might bring the lease back.
+        self._desk.drop(held)
+        held.over_at = trio.current_time()
+        with self._runtime.bounded():
+            await self._desk.ask(Renew(held.id, held.token, lease=0), held)
 
     async def _insist(self, hook: Hook, job: CompletingJob) -> None:
         """Call the hook until it returns."""

@@ -730,7 +730,8 @@ LOWER = Statement(
     "lower",
     columns="lane text",
     # What is not due after all, since the clock was set back, must not fill the window either.
-    sqlite="""update {jobs} set hint = case when not_before > {now} then 'deferred' else 'lowered' end
+    sqlite="""update {jobs} set
+    hint = case when not_before > {now} then 'deferred' else 'lowered' end
 where sequence in (
     select x.sequence from {rows} l
     cross join json_each((select json_group_array(sequence) from """

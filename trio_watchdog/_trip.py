@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from attrs import define, field, frozen
@@ -83,31 +84,29 @@ def _trip_gen(
     prepared: Prepared | None,
     statements: Sequence[tuple[str, Mapping[str, Any]]],
 ) -> PQGen[list[Result]]:
-    pgconn.enter_pipeline_mode()
+    known = {} if prepared is None else dict(prepared.names)
     fresh: dict[str, tuple[bytes, Numbered]] = {}
+    sends: list[Callable[[], None]] = []
     # Results that only say that a statement was prepared, by position.
     preparations: set[int] = set()
-    count = 0
+    # All is made ready before anything is sent: a value that cannot be must not leave half a trip.
     for text, parameters in statements:
-        known = None if prepared is None else prepared.names.get(text) or fresh.get(text)
-        if known is None:
+        if prepared is None:
             numbered = Numbered.of(text)
             values = _values(numbered, parameters)
-            if prepared is None:
-                pgconn.send_query_params(numbered.text, values)
-            else:
-                # A new name each time: a failed trip leaves its preparations in the dark.
-                prepared.count += 1
-                name = b"w%d" % prepared.count
-                fresh[text] = (name, numbered)
-                pgconn.send_prepare(name, numbered.text)
-                preparations.add(count)
-                count += 1
-                pgconn.send_query_prepared(name, values)
-        else:
-            name, numbered = known
-            pgconn.send_query_prepared(name, _values(numbered, parameters))
-        count += 1
+            sends.append(partial(pgconn.send_query_params, numbered.text, values))
+            continue
+        if text not in known:
+            # A new name each time: a failed trip leaves its preparations in the dark.
+            prepared.count += 1
+            known[text] = fresh[text] = (b"w%d" % prepared.count, Numbered.of(text))
+            preparations.add(len(sends))
+            sends.append(partial(pgconn.send_prepare, known[text][0], known[text][1].text))
+        name, numbered = known[text]
+        sends.append(partial(pgconn.send_query_prepared, name, _values(numbered, parameters)))
+    pgconn.enter_pipeline_mode()
+    for send in sends:
+        send()
     pgconn.pipeline_sync()
     results = yield from _results(pgconn)
     pgconn.exit_pipeline_mode()

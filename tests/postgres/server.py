@@ -137,11 +137,14 @@ class PostgresServer:
     def freeze(self) -> None:
         """Stop all of the server's processes where they are; the kernel keeps answering TCP."""
         for process in self._tree():
-            process.suspend()
+            # Sessions come and go while we look.
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.suspend()
 
     def thaw(self) -> None:
         for process in self._tree():
-            process.resume()
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.resume()
 
     def close(self) -> None:
         """Stop the server and remove its folder. Safe to call twice."""

@@ -6,6 +6,7 @@ import random
 import time
 from collections import Counter
 
+import pytest
 import trio
 
 from tests.process.harness import IS_FULL, Worker, World, out_of_order
@@ -79,6 +80,7 @@ async def cancel_at_random(world: World, ids: list[str], dice: random.Random) ->
     return results
 
 
+@pytest.mark.timeout(3600 if IS_FULL else 300)
 async def test_four_processes_keep_order_while_two_of_them_are_killed_again_and_again(
     world: World,
 ) -> None:
@@ -107,7 +109,7 @@ async def test_four_processes_keep_order_while_two_of_them_are_killed_again_and_
         began_at = time.monotonic()
         async with trio.open_nursery() as inner:
             inner.start_soon(cancel)
-            await world.settled(seconds=240)
+            await world.settled(seconds=3000 if IS_FULL else 240)
         nursery.cancel_scope.cancel()
     took = time.monotonic() - began_at
     rows = world.check()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 
 from tests.process.harness import LEASE, World
-from tests.process.test_kill import HOLD, LANES, PHASES, enqueue_in_phases, in_phases
+from tests.process.test_kill import HOLD, LANES, LONG, PHASES, enqueue_in_phases, in_phases
 from trio_watchdog import Recovery
 
 RUN = ("-m", "trio_watchdog", "run", "worker:lanes", "--json", "--lease", f"{LEASE}", "--database")
@@ -45,7 +45,7 @@ async def test_a_drain_with_a_job_in_every_phase_loses_none_and_starts_none(worl
 
 
 async def test_an_interrupt_with_a_job_in_every_phase_hands_off_at_no_cost(world: World) -> None:
-    first = await world.start("a", lanes=LANES, hold=HOLD, lease=3.0)
+    first = await world.start("a", lanes=LANES, hold=HOLD, lease=LONG)
     await enqueue_in_phases(world, recovery=Recovery(1))
     await in_phases(world)
     first.terminate()
@@ -60,7 +60,7 @@ async def test_an_interrupt_with_a_job_in_every_phase_hands_off_at_no_cost(world
     for phase in ("claimed", "reserved", "handler"):
         assert jobs[phase]["state"] == "queued", phase
         assert jobs[phase]["attempt_count"] == jobs[phase]["recovery_count"] == 0, phase
-    # What was decided stays decided; its hook is called again.
+    # What was decided stays decided; its hook is called again, and its lease not waited for.
     assert jobs["hook"]["state"] == "completing"
     world.open("go")
     await world.start("b", lanes=LANES)

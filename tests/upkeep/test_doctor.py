@@ -1,8 +1,11 @@
 """What the doctor finds, and how a job's standing is told, on both kinds of database."""
 
+# ruff: noqa: ASYNC240  (tests may look at files)
+
 from __future__ import annotations
 
 import os
+import re
 import sqlite3
 import subprocess
 import sys
@@ -99,7 +102,7 @@ async def test_a_claim_that_nobody_looks_after_is_named(database: str, by_hand: 
         by_hand("update {jobs} set lease_until = lease_until - 300000")
         ((level, text),) = about(await findings(database), "claims")
         assert level == "warning"
-        assert text.endswith("ended 5 min ago; no watchdog seems to run")
+        assert re.search(r"ended 5(\.0\d)? min ago; no watchdog seems to run$", text)
 
 
 async def test_queues_that_wait_for_a_head_that_is_not_due_are_named(database: str) -> None:
@@ -196,15 +199,11 @@ async def test_damage_in_the_file_is_a_fault_and_hides_nothing_else(tmp_path: Pa
         )
         await client.enqueue(Job("b", queue="q"))
     with closing(sqlite3.connect(path)) as connection:
-        (page,) = (
-            connection.execute(
-                "select pageno from dbstat where name = 'watchdog_jobs' and pagetype = 'leaf' limit 1"
-            ).fetchone()
-            if has_dbstat(connection)
-            else (20,)
-        )
+        (root,) = connection.execute(
+            "select rootpage from sqlite_master where name = 'watchdog_jobs'"
+        ).fetchone()
     content = bytearray(path.read_bytes())
-    content[4096 * (page - 1) : 4096 * page] = os.urandom(4096)
+    content[4096 * (root - 1) : 4096 * root] = os.urandom(4096)
     path.write_bytes(content)
     found = await findings(str(path))
     assert "fault" in [finding.level for finding in found]
@@ -212,14 +211,6 @@ async def test_damage_in_the_file_is_a_fault_and_hides_nothing_else(tmp_path: Pa
     assert "malformed" in faults or "damaged" in faults
     assert "jobs.db" in faults or "damaged" in faults
     assert len(found) >= 4
-
-
-def has_dbstat(connection: sqlite3.Connection) -> bool:
-    try:
-        connection.execute("select 1 from dbstat limit 1")
-    except sqlite3.OperationalError:
-        return False
-    return True
 
 
 async def test_a_log_that_grows_is_a_warning(
@@ -391,9 +382,9 @@ async def test_it_is_said_why_a_job_does_not_run(
         )
         await claim(store, "idle", "t first")
         assert (await explained("free")).endswith("'idle'. 1 job of the lane run now.")
-        assert (await explained("first")) == (
-            "It is running, under a lease that goes on for 1 min."
-        ) or (await explained("first")).startswith("It is running, under a lease that goes on for")
+        assert (await explained("first")).startswith(
+            "It is running, under a lease that goes on for"
+        )
         await client.enqueue(Job("a", id="later", queue="q", not_before=later))
         await client.enqueue_many([Job("a", id=f"b{n}", queue="q") for n in range(3)])
         assert await explained("later") == (

@@ -222,7 +222,7 @@ def file_vitals(
     vitals: list[Vital] = [
         ("ok", "file", "the structure of the database is sound")
         if answers == ["ok"]
-        else ("fault", "file", "the database is damaged: " + "; ".join(answers))
+        else ("fault", "file", "SQLite's own check says: " + "; ".join(answers))
     ]
     if place is None:
         return vitals

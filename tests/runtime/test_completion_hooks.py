@@ -209,7 +209,8 @@ async def test_a_hook_does_not_begin_once_the_watchdog_is_interrupted(open_it, s
         await trio.sleep(1)
         began = trio.current_time()
         watchdog.interrupt()
-    assert trio.current_time() - began < 10
+    # At once, and not when the bound of the stop is reached.
+    assert trio.current_time() - began < 2
     assert "ended" not in called
     assert isinstance(await store.read("x"), CompletingJob)
 

@@ -184,15 +184,12 @@ async def test_a_move_that_was_interrupted_is_started_again(
 ) -> None:
     source, target = FaultyStore(stores[0]), FaultyStore(stores[1])
     await source.enqueue_many([Job("a", id=f"{n:04}") for n in range(700)])
-    for call in (1, 2):
-        (target if verb == "import_" else source).fail(verb, when=when, on_call=call)
+    for _ in range(2):
+        (target if verb == "import_" else source).fail(verb, when=when)
         with pytest.raises(StoreUnavailable):
             await migrate(source, target)
-        source.heal()
-        target.heal()
         jobs = {**await all_jobs(source), **await all_jobs(target)}
         assert len(jobs) == 700
-        await source.enqueue_many([Job("a", id=f"{n:04}") for n in range(700 - 100 * call, 700)])
     await migrate(source, target)
     assert await all_jobs(source) == {}
     assert sorted(await all_jobs(target)) == [f"{n:04}" for n in range(700)]

@@ -17,7 +17,7 @@ from typing import Any, TypeVar, cast
 import trio
 from attrs import evolve
 
-from ._errors import StoreInvalid, StoreUnavailable, WatchdogError
+from ._errors import ClaimUnavailable, StoreInvalid, StoreUnavailable, WatchdogError
 from ._identity import fresh_token
 from ._lane import LaneState
 from ._renewal import Held
@@ -85,7 +85,11 @@ class Desk:
         asked_at = trio.current_time()
         answer = await self.ask(Renew(run.id, run.token, self._runtime.lease.milliseconds), run)
         if answer is None or answer.status == "lost":
-            logger.warning("the claim on job %r ended before its answer arrived", run.id)
+            trouble = ClaimUnavailable(
+                f"the claim on job {run.id!r} of lane {run.lane!r} ended before its answer arrived;"
+                " recovery decides"
+            )
+            logger.warning("%s", trouble)
             self.drop(run)
             return False
         run.hear(answer, asked_at)

@@ -51,6 +51,7 @@ from ._model import (
 from ._payload import check_payload_size, decode_payload
 from ._rows import (
     ENCODED,
+    SEQUENCE,
     Row,
     claim_facts,
     completing_job,
@@ -493,7 +494,8 @@ def read_wake_state(
     for wish in wishes:
         rows: Rows = yield one(sql.READ_WAKE_STATE, at=wish.now)
         pending, *nexts = rows[0]
-        instants = [instant for instant in nexts if instant is not None]
+        # Anything but an integer is nonsense, and due never.
+        instants = [instant for instant in nexts if isinstance(instant, int)]
         answers.append(WakeState(bool(pending), to_instant(min(instants)) if instants else None))
     return answers
 
@@ -598,8 +600,9 @@ def _running_or_failed(row: Row, effects: Effects) -> Operation[RunningJob | Non
         return running_job(row[:-1])
     except StoreInvalid as error:
         settle = Settle(Outcome.FAILED, rules.cut(str(error)))
-        # If even that cannot be written now, its lease will end; the other claims stand.
-        yield from _or_error(_settle([Settling(row[0], row[10], settle)], effects))
+        if isinstance(row[0], str):
+            # If even that cannot be written now, its lease will end; the other claims stand.
+            yield from _or_error(_settle([Settling(row[0], row[10], settle)], effects))
         return None
 
 
@@ -953,17 +956,28 @@ def next_running_claim(
 ) -> Operation[list[RunningJob | None]]:
     answers: list[RunningJob | None] = []
     for wish in wishes:
-        rows: Rows = yield one(sql.NEXT_RUNNING_CLAIM, after=wish.after, dead=json.dumps(wish.dead))
-        answers.append(_disappeared(rows[0]) if rows else None)
+        after = wish.after
+        while True:
+            rows: Rows = yield one(sql.NEXT_RUNNING_CLAIM, after=after, dead=json.dumps(wish.dead))
+            found = _disappeared(rows[0]) if rows else None
+            if found is not None or not rows:
+                break
+            after = rows[0][SEQUENCE]
+        answers.append(found)
     return answers
 
 
-def _disappeared(row: Row) -> RunningJob:
+def _disappeared(row: Row) -> RunningJob | None:
+    """The job in the row; None if that cannot be told, which must not hide those behind it."""
     try:
         return running_job(row)
     except StoreInvalid:
-        # A payload that cannot be read must not hide this job, and those behind it, from recovery.
+        pass
+    try:
+        # Without its payload it can be decided about all the same.
         return running_job(without_payload(row))
+    except StoreInvalid:
+        return None
 
 
 def reconcile(wishes: Sequence[w.Reconcile], effects: Effects) -> Operation[list[w.Reconciled]]:

@@ -35,7 +35,13 @@ from . import _operations as operations
 from . import _statements as sql
 from . import _wishes as w
 from ._calls import Call, Effects, Operation, many, one
-from ._errors import SettlementRejected, StoreInvalid, StoreUnavailable, WatchdogError
+from ._errors import (
+    SettlementRejected,
+    StoreInvalid,
+    StoreUnavailable,
+    WakeUnavailable,
+    WatchdogError,
+)
 from ._exchange import Exchange
 from ._identity import fresh_token
 from ._model import QueueTransition, StoredJob
@@ -59,6 +65,9 @@ OLDEST_SERVER = 14
 
 EXCHANGE_SECONDS = 10.0
 """How long one trip may take; a server that is silent for longer counts as gone."""
+
+WHOLE_SECONDS = 60.0
+"""The same for admitting many jobs at once, or those that the caller's own SQL yields."""
 
 LOCK_SECONDS = 0.25
 """How long a trip waits for a lock: time enough for any transaction of ours, and the others that
@@ -108,7 +117,17 @@ _WHOLE: frozenset[type[Wish[Any]]] = frozenset({w.EnqueueMany, w.EnqueueSelect})
 """Wishes whose steps must be one transaction: all jobs or none."""
 
 _TELLING: frozenset[type[Wish[Any]]] = frozenset(
-    {w.Enqueue, w.EnqueueMany, w.EnqueueSelect, w.Cancel, w.FailLane, w.PurgeQueue}
+    {
+        w.Enqueue,
+        w.EnqueueMany,
+        w.EnqueueSelect,
+        w.Cancel,
+        w.FailLane,
+        w.PurgeQueue,
+        w.Import,
+        w.Remove,
+        w.RepairLost,
+    }
 )
 """Callers' wishes that others want to hear of, in the transaction itself."""
 
@@ -167,9 +186,15 @@ class Session:
         connection = await TrioConnection[Row].connect(
             self._conninfo, autocommit=True, prepare_threshold=None, row_factory=tuple_row
         )
-        if self._prepared is not None:
-            self._prepared = Prepared()
-            await connection.execute(settings(is_local=False).encode())
+        try:
+            # For transactions that psycopg begins; a role's default may be stricter.
+            await connection.set_isolation_level(psycopg.IsolationLevel.READ_COMMITTED)
+            if self._prepared is not None:
+                self._prepared = Prepared()
+                await connection.execute(settings(is_local=False).encode())
+        except BaseException:
+            await connection.close()
+            raise
         return connection
 
     async def step(
@@ -344,13 +369,14 @@ def settings(*, is_local: bool) -> str:
 
 
 @contextmanager
-def in_time(*, shield: bool = False) -> Generator[None]:
-    """The block ends within `EXCHANGE_SECONDS`, or with `StoreUnavailable`."""
-    deadline = trio.current_time() + EXCHANGE_SECONDS
+def in_time(*, shield: bool = False, seconds: float | None = None) -> Generator[None]:
+    """The block ends within so many seconds (`EXCHANGE_SECONDS`), or with `StoreUnavailable`."""
+    seconds = EXCHANGE_SECONDS if seconds is None else seconds
+    deadline = trio.current_time() + seconds
     with trio.CancelScope(shield=shield, deadline=deadline) as scope:
         yield
     if scope.cancelled_caught:
-        raise StoreUnavailable(f"PostgreSQL gave no answer within {EXCHANGE_SECONDS:g} s")
+        raise StoreUnavailable(f"PostgreSQL gave no answer within {seconds:g} s")
 
 
 # -- many operations, one trip --------------------------------------------------------------------
@@ -660,6 +686,7 @@ class PostgresStore(Store):
 
     async def _create(self, connection: TrioConnection[Row]) -> None:
         async with connection.transaction():
+            await connection.execute(f"set local lock_timeout = '{EXCHANGE_SECONDS:.0f}s'".encode())
             # Two processes that start together: the second finds it done.
             await connection.execute(
                 "select pg_advisory_xact_lock(hashtextextended('trio_watchdog ' || %s, 0))",
@@ -711,7 +738,9 @@ class PostgresStore(Store):
             return await trips.run()
         finally:
             # Also when the rest of it has failed.
-            self._announce(session, effects)
+            self._announce(effects)
+            if effects.lanes and session is self._lanes and not is_whole:
+                self._must_notify.set()
 
     async def _in_transactions(
         self, session: Session, asked: Sequence[Wish[Any]], effects: Effects, is_hasty: bool
@@ -747,7 +776,8 @@ class PostgresStore(Store):
         self, session: Session, wishes: Sequence[Wish[Any]], is_hasty: bool
     ) -> tuple[list[Any], Effects]:
         kind = operations.OPERATIONS[type(wishes[0])]
-        with in_time(shield=True):
+        seconds = WHOLE_SECONDS if type(wishes[0]) in _WHOLE else None
+        with in_time(shield=True, seconds=seconds):
             for tries_left in reversed(range(TRIES)):
                 effects = Effects(self.payload_limit)
                 async with session.connected() as connection:
@@ -795,9 +825,7 @@ class PostgresStore(Store):
                     f"the projector refused a change of queue {queue!r}: {error}"
                 ) from error
 
-    def _announce(self, session: Session, effects: Effects) -> None:
-        if effects.lanes and session is self._lanes:
-            self._must_notify.set()
+    def _announce(self, effects: Effects) -> None:
         if effects.concern_others or effects.settled:
             self.report(
                 Change(
@@ -835,7 +863,12 @@ class PostgresStore(Store):
                 while await self._hear(connection):
                     pass
             except StoreUnavailable as error:
-                logger.warning("waking by notification is interrupted: %s", error)
+                trouble = WakeUnavailable(
+                    "waking by notification is interrupted; changes made elsewhere are found by the"
+                    f" poll until it works again: {error}"
+                )
+                trouble.__cause__ = error
+                logger.warning("%s", trouble)
             await trio.sleep(jittered(delay))
             delay = min(delay * 2, 5.0)
 
@@ -925,6 +958,7 @@ class PostgresStore(Store):
                         prepare_threshold=None,
                         row_factory=tuple_row,
                     )
+                    connection.isolation_level = psycopg.IsolationLevel.READ_COMMITTED
                 return self._run_blocking(connection, operations.renew(claims, Effects(0)))
             except (psycopg.Error, OSError) as error:
                 if connection is not None:

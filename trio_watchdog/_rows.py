@@ -43,6 +43,9 @@ JOB_COLUMNS = (
 ENCODED = 4
 """Where `JOB_COLUMNS` has the payload's text."""
 
+SEQUENCE = 9
+"""Where it has the sequence."""
+
 
 _GRAMMAR: dict[Any, set[tuple[bool, ...]]] = {
     "queued": {(False, False, False, False)},

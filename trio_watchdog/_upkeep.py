@@ -14,7 +14,7 @@ from . import _wishes as w
 from ._calls import Effects, Operation, Rows, many, one, promoted
 from ._errors import StoreInvalid
 from ._model import check_text
-from ._rows import stored_job
+from ._rows import SEQUENCE, stored_job
 
 LAST_NUMBER = 2**63 - 1
 """Beyond every instant and every number that a row can have."""
@@ -125,7 +125,7 @@ def check_rows(wishes: Sequence[w.CheckRows], effects: Effects) -> Operation[lis
                 stored_job(row)
             except StoreInvalid as error:
                 faults.append((str(row[0]), str(error)))
-        answers.append(w.Checked(faults, len(rows), rows[-1][9] if rows else wish.after))
+        answers.append(w.Checked(faults, len(rows), rows[-1][SEQUENCE] if rows else wish.after))
     return answers
 
 

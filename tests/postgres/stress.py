@@ -12,6 +12,7 @@ import random
 import sys
 import warnings
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import AsyncExitStack
 from typing import Any
 
 import psycopg
@@ -264,8 +265,15 @@ async def main(url: str, seed: int, seconds: float) -> None:
 
 
 async def run_store(url: str, lot: random.Random, seed: int, number: int, deadline: float) -> None:
-    # Two that pause between statements, one as it really is.
-    async with open_postgres_store(url, schema=SCHEMA) as store:
+    async with AsyncExitStack() as stack:
+        while True:
+            try:
+                store = await stack.enter_async_context(open_postgres_store(url, schema=SCHEMA))
+                break
+            except StoreUnavailable:
+                # Somebody's chaos has cut the connection that was being opened.
+                await trio.sleep(0.01)
+        # Two that pause between statements, one as it really is.
         assert isinstance(store, PostgresStore)
         if number:
             await store.close()

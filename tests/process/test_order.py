@@ -19,7 +19,7 @@ def jobs_of(
     """Jobs that take a few milliseconds, some of which want to run again."""
     jobs: list[Job] = []
     for number in range(count):
-        steps: list[list[object]] = [["sleep", dice.uniform(0.0, 0.02)]]
+        steps: list[list[object]] = [["sleep", dice.uniform(0.0, 0.03)]]
         if fields and dice.random() < 0.1:
             steps.append(["retry", dice.randint(1, 3)])
         jobs.append(
@@ -63,7 +63,7 @@ async def kill_and_restart(world: World, victims: list[str], dice: random.Random
         while True:
             name = dice.choice(victims)
             await world.ready(workers[name])
-            await trio.sleep(dice.uniform(0.1, 0.6))
+            await trio.sleep(dice.uniform(0.05, 0.4))
             workers[name].kill()
             kills += 1
             workers[name] = world.launch(name, **config)
@@ -84,7 +84,7 @@ async def cancel_at_random(world: World, ids: list[str], dice: random.Random) ->
 async def test_four_processes_keep_order_while_two_of_them_are_killed_again_and_again(
     world: World,
 ) -> None:
-    count, queues = (10_000, 200) if IS_FULL else (1500, 80)
+    count, queues = (10_000, 200) if IS_FULL else (1000, 60)
     if world.is_sqlite:
         count, queues = count // 2, queues // 2
     dice = random.Random(3)
@@ -114,7 +114,7 @@ async def test_four_processes_keep_order_while_two_of_them_are_killed_again_and_
     took = time.monotonic() - began_at
     rows = world.check()
     kills = world.ledger.lines("kills")[0].facts["count"]
-    assert kills >= 3, f"{kills} kills in {took:.1f} s"
+    assert kills >= 2, f"{kills} kills in {took:.1f} s"
     if world.is_sqlite and not IS_FULL:
         assert took < 100
     assert all(worker.is_running for worker in workers[:2])

@@ -173,6 +173,7 @@ class Session:
             self._wanted -= 1
         try:
             if self._connection is None or _is_broken(self._connection):
+                await self.close()
                 self._connection = await self._connect()
             yield self._connection
         except psycopg.Error as error:

@@ -21,7 +21,13 @@ import logging
 import random
 import select
 from collections.abc import AsyncGenerator, Awaitable, Callable, Generator, Mapping, Sequence
-from contextlib import AbstractContextManager, asynccontextmanager, contextmanager, suppress
+from contextlib import (
+    AbstractContextManager,
+    asynccontextmanager,
+    closing,
+    contextmanager,
+    suppress,
+)
 from time import monotonic
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
@@ -947,32 +953,24 @@ class PostgresStore(Store):
 
     @contextmanager
     def _renewer(self) -> Generator[Renewer]:
-        connection: _Impatient | None = None
+        """A connection of its own, good until its first error."""
 
         def renew(claims: Sequence[w.Renew]) -> list[w.Renewal]:
-            nonlocal connection
             try:
-                if connection is None or connection.closed:
-                    connection = _Impatient.connect(
-                        self._conninfo,
-                        autocommit=True,
-                        prepare_threshold=None,
-                        row_factory=tuple_row,
-                    )
-                    connection.isolation_level = psycopg.IsolationLevel.READ_COMMITTED
                 return self._run_blocking(connection, operations.renew(claims, Effects(0)))
-            except (psycopg.Error, OSError) as error:
-                if connection is not None:
-                    connection.close()
-                if isinstance(error, OSError):
-                    raise StoreUnavailable(f"PostgreSQL, while connecting: {error}") from error
+            except psycopg.Error as error:
                 raise store_error(error, "renewing") from error
 
         try:
+            connection = _Impatient.connect(
+                self._conninfo, autocommit=True, prepare_threshold=None, row_factory=tuple_row
+            )
+        except psycopg.Error as error:
+            raise store_error(error, "connecting") from error
+        except OSError as error:
+            raise StoreUnavailable(f"PostgreSQL, while connecting: {error}") from error
+        with closing(connection):
             yield renew
-        finally:
-            if connection is not None:
-                connection.close()
 
     def _run_blocking(self, connection: psycopg.Connection[Row], operation: Operation[T]) -> T:
         rows: Any = None
@@ -982,13 +980,15 @@ class PostgresStore(Store):
             except StopIteration as stop:
                 return cast("T", stop.value)
             calls = [step] if isinstance(step, Call) else step
-            results: list[Any] = []
-            with connection.transaction():
-                connection.execute(settings(is_local=True).encode())
-                for call in calls:
-                    text, parameters = self._lanes.rendered(call)
-                    cursor = connection.execute(text.encode(), parameters)
-                    results.append(cursor.fetchall())
+            # One round trip, or a slow network would cost a lease.
+            with connection.pipeline():
+                statements: list[Statement] = [(BEGIN, {}), (settings(is_local=True), {})]
+                statements += [*map(self._lanes.rendered, calls), (COMMIT, {})]
+                cursors = [
+                    connection.execute(text.encode(), parameters or None)
+                    for text, parameters in statements
+                ]
+            results = [cursor.fetchall() for cursor in cursors[2:-1]]
             rows = results[0] if isinstance(step, Call) else results
 
 
@@ -996,16 +996,18 @@ class _Impatient(psycopg.Connection[Row]):
     """A connection that gives up on a server that is silent for too long."""
 
     def wait(self, gen: PQGen[T], *args: Any, **kwargs: Any) -> T:
-        return super().wait(_limited(gen), *args, **kwargs)
+        return super().wait(_limited(self, gen), *args, **kwargs)
 
 
-def _limited(gen: PQGen[T]) -> PQGen[T]:
+def _limited(connection: _Impatient, gen: PQGen[T]) -> PQGen[T]:
     deadline = monotonic() + EXCHANGE_SECONDS
     try:
         want = next(gen)
         while True:
             ready = yield want
             if not ready and monotonic() > deadline:
+                # psycopg would try to end the pipeline in order, on a connection that is stuck.
+                connection.pgconn.finish()
                 raise psycopg.OperationalError(f"no answer within {EXCHANGE_SECONDS:g} s")
             want = gen.send(ready)
     except StopIteration as stop:

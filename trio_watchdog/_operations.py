@@ -562,17 +562,17 @@ def _claim_in_lanes(
             for wish in [wishes[index]]
         ]
         names = [(lane,) for lane in sorted(set(lanes.values()))]
-        window = CLAIM_WINDOW + len(requests)
+        limits = {"window": CLAIM_WINDOW + len(requests), "wanted": len(requests)}
         try:
             if is_last:
                 # Less than was wanted: lower what is blocked in front, and look once more.
                 refused, lowered, rows = yield (
                     many(sql.LOCK_LOWERING, names),
                     many(sql.LOWER, names),
-                    many(sql.CLAIM_BEYOND, requests, window=window),
+                    many(sql.CLAIM_BEYOND, requests, **limits),
                 )
             else:
-                staged, rows = yield (one(sql.STAGE), many(sql.CLAIM, requests, window=window))
+                staged, rows = yield (one(sql.STAGE), many(sql.CLAIM, requests, **limits))
                 taken = Counter(row[2] for row in rows)
                 for lane, count in staged:
                     if count > taken[lane]:

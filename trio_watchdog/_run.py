@@ -147,7 +147,7 @@ class Run(Held):
         self.cancel_scope = trio.CancelScope(deadline=self.lease_deadline)
         self.attempt = Attempt(max(job.attempt_count, 1))
         self.job = job
-        self.began_at = trio.current_time()
+        self.began_at = renewed_at
         self.policy: RetryPolicy | None = None
         self.is_running = False
         self.is_by_program = False

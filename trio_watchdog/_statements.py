@@ -596,7 +596,8 @@ _CLAIM_SET = """update {jobs} as j set state = 'running', hint = null, token = c
     owner = c.owner, lease_until = {lease_now} + c.lease,
     attempt_count = j.attempt_count + c.counts, attempt_open = c.counts"""
 
-# Differs by necessity: SQLite has no LATERAL, but a correlated subquery may be an array.
+# Differs by necessity: SQLite has no LATERAL, but a correlated subquery may be an array. The window
+# is its first table and so walked row by row, no further than to the last one wanted.
 _CLAIM_SQLITE = (
     _CLAIM_SET
     + """
@@ -604,16 +605,17 @@ from (
     with wish as {materialized} (
         select *, row_number() over (partition by lane order by ord) as rank from {rows}),
     look as {materialized} (
-        select l.lane, x.sequence, row_number() over (
-            partition by l.lane order by x.priority desc, x.sequence) as rank
+        select l.lane, w.value as sequence, w.key + 1 as rank
         from (select distinct lane from wish) l
-        cross join json_each((select json_group_array(sequence) from """
+        cross join json_each((select json_group_array(sequence) from (
+            select x.sequence from """
     + _READY.replace("$limit", ":window")
-    + """)) w
-        cross join {jobs} x on x.sequence = w.value
-        where """
+    + """ w
+            cross join {jobs} x on x.sequence = w.sequence
+            where """
     + _CLAIMABLE
-    + """)
+    + """
+            limit :wanted))) w)
     select look.sequence, wish.token, wish.owner, wish.lease, wish.counts
     from look join wish on wish.lane = look.lane and wish.rank = look.rank) c
 where j.sequence = c.sequence

@@ -177,6 +177,11 @@ class Run(Held):
         if not trio.lowlevel.in_trio_task():
             trio.from_thread.check_cancelled()
 
+    def refresh(self) -> None:
+        """Apply renewals that arrived while the loop was blocked; ``cancel_called`` may cancel."""
+        if trio.lowlevel.in_trio_task():
+            self.catch_up()
+
     def requested(self) -> None:
         """Somebody asked for the job's cancellation."""
         self.cancel("cancellation")

@@ -49,14 +49,14 @@ EARLY = SECOND // 20
 
 GROWTH = 4 * 2**20
 """Bytes by which the regression line of a worker's memory may rise over the second half of its
-life. In an hour a worker does some 9000 jobs in that half, so half a kilobyte for each is found; and
-the allocator's own ups and downs stay below."""
+life. In an hour a worker does some 9000 jobs in that half, so half a kilobyte for each is found,
+and the allocator's own ups and downs are not."""
 
 LONG_LIFE = 600.0
 """Seconds that a worker has to live for its memory to be judged."""
 
-LIMITS = {"files": 100, "threads": 50, "tasks": 100}
-"""At any time. Some 20 files, 15 threads and 40 tasks are in use, some of them by handlers."""
+LIMITS = {"files": 60, "threads": 40, "tasks": 80}
+"""At any time. Less than half as many were ever seen: 24 files, 8 threads, 33 tasks."""
 
 DRIFT = 8
 """By how much the median of files, threads or tasks in the last quarter may exceed that of the
@@ -400,7 +400,7 @@ class Report:
         )
 
 
-def report(store: str, ledger: Ledger) -> Report:
+def report(store: str, ledger: Ledger, kept: int) -> Report:
     """The numbers of one store."""
     found = stories(ledger)
     ends = ledger.lines("settled")
@@ -413,6 +413,7 @@ def report(store: str, ledger: Ledger) -> Report:
     for line in ledger.lines("sample"):
         memory[line.worker].append(line.facts["memory"])
     longest = max(memory, key=lambda worker: len(memory[worker]), default=None)
+    drained = len({line.pid for line in ledger.lines("terminate")})
     facts = {
         "admitted": sum(story.admitted is not None for story in found.values()),
         "settled": ", ".join(f"{n} {outcome}" for outcome, n in sorted(outcomes.items())),
@@ -420,9 +421,10 @@ def report(store: str, ledger: Ledger) -> Report:
         "recovered": sum(line.facts["recovery_count"] for line in ends),
         "retried": sum(returned_to_queue(run) for story in found.values() for run in story.runs),
         "cancelled": len(ledger.lines("cancel", status="recorded")),
-        "workers": f"{count['kill']} killed, {count['thaw']} frozen, {count['terminate']} drained,"
+        "workers": f"{count['kill']} killed, {count['thaw']} frozen, {drained} drained,"
         f" {count['clock']} clocks set",
         "server": f"{count['stop']} stopped",
+        "rows kept": kept,
         "longest gap": f"{gap:.1f} s",
         "speed": f"{len(ends) / seconds:.1f} jobs/s" if seconds else "none",
     }

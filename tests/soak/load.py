@@ -20,7 +20,7 @@ import trio
 from tests.postgres.server import PostgresServer
 from tests.process.harness import SECOND, Worker, World, now, open_world
 from tests.soak.check import Report, contradictions, report
-from tests.soak.terms import AHEAD, BEHIND, HEARTBEAT, LEASE, RIGHT, TRY_LATER
+from tests.soak.terms import AHEAD, BEHIND, HEARTBEAT, LEASE, RETENTION, RIGHT, TRY_LATER
 from trio_watchdog import Job, Recovery, StoreUnavailable
 from trio_watchdog.testing import broken_rows, check_invariants
 
@@ -40,6 +40,10 @@ SETTLE_SECONDS = 120.0
 """For what is left when the load ends. Some seconds suffice where a core is free."""
 
 DRAIN_SECONDS = 60.0
+
+KEPT_SECONDS = 180.0
+"""How long a settled job beyond `RETENTION` may stay: until it is old enough, a worker prunes, and
+the workers that prune have drained."""
 
 EXPECTED = {
     "none": "completed",
@@ -112,8 +116,10 @@ class Soak:
         self.problems += contradictions(self.ledger)
         rows = self.world.jobs()
         self.problems += [
-            f"{id} is {row['state']}" for id, row in rows.items() if row["outcome"] is None
+            f"{id} is {row['state']}" for id, row in rows.items() if not row["outcome"]
         ]
+        if len(rows) > (limit := RETENTION.keep + self.rate * KEPT_SECONDS):
+            self.problems.append(f"{len(rows)} rows are kept; {limit:g} are allowed")
         if self.world.is_sqlite:
             try:
                 check_invariants(self.world.path)
@@ -125,7 +131,7 @@ class Soak:
             for line in worker.log.splitlines():
                 if "This must not happen" in line:
                     self.problems.append(f"{worker.name} says: {line}")
-        return report(name, self.ledger)
+        return report(name, self.ledger, len(rows))
 
     # -- patience ---------------------------------------------------------------------------------
 
@@ -174,7 +180,7 @@ class Soak:
         # Mostly short; some as long as a lease and more.
         work = dice.choices(
             (0.0, dice.uniform(0.0, 0.2), dice.uniform(0.2, 1.0), dice.uniform(3.0, 6.0)),
-            (10, 70, 18, 2),
+            (10, 60, 26, 4),
         )[0]
         payload: dict[str, Any] = {"work": round(work, 3), "end": ending}
         if ending in ("retry", "raise"):
@@ -285,7 +291,7 @@ class Soak:
         code = worker.process.returncode
         is_fine = code == TRY_LATER and worker.pid not in self._ready.pids()
         if not is_fine:
-            self.problems.append(f"{worker.name} ended by itself ({code}):\n{worker.log[-4000:]}")
+            self.problems.append(f"{worker.name} ended by itself ({code}):\n{tail(worker)}")
         self._launch(slot)
         return is_fine
 
@@ -298,7 +304,9 @@ class Soak:
                 if not worker.is_running:
                     self._restart(slot)
             (act,) = self.dice.choices(acts, (4, 3, 2, 2))
-            await act()
+            # To its end, which comes soon: what follows finds all workers at work.
+            with trio.CancelScope(shield=True):
+                await act()
 
     async def _kill(self) -> None:
         slot = self.dice.choice(VICTIMS)
@@ -313,14 +321,12 @@ class Soak:
         if not await self._until_ready(slot):
             return
         self.world.freeze(worker)
-        try:
-            await trio.sleep(LEASE + self.dice.uniform(0.5, 2.0))
-        finally:
-            if slot in VICTIMS and self.dice.random() < 0.2:
-                worker.kill()
-                self._launch(slot)
-            else:
-                worker.thaw()
+        await trio.sleep(LEASE + self.dice.uniform(0.5, 2.0))
+        if slot in VICTIMS and self.dice.random() < 0.2:
+            worker.kill()
+            self._launch(slot)
+        else:
+            worker.thaw()
 
     async def _drain_and_restart(self) -> None:
         slot = self.dice.choice(VICTIMS)
@@ -335,17 +341,17 @@ class Soak:
         worker.terminate()
         if is_hurried:
             # The second one interrupts, and what runs is handed off.
-            await trio.sleep(self.dice.uniform(0.0, 0.5))
+            await trio.sleep(self.dice.uniform(0.0, 0.1))
             worker.terminate()
         with trio.move_on_after(DRAIN_SECONDS):
             await until(lambda: not worker.is_running)
-            if code := worker.process.returncode:
-                self.problems.append(
-                    f"{worker.name} drained and gave {code}:\n{worker.log[-4000:]}"
-                )
+            code = worker.process.returncode
+            # The second signal may find the work done, and the process on its way out.
+            if code and not (is_hurried and code == -signal.SIGTERM):
+                self.problems.append(f"{worker.name} drained and gave {code}:\n{tail(worker)}")
             return
         self.problems.append(
-            f"{worker.name} has not drained in {DRAIN_SECONDS:g} s:\n{worker.log[-2000:]}"
+            f"{worker.name} has not drained in {DRAIN_SECONDS:g} s:\n{tail(worker)}"
         )
         worker.kill()
 
@@ -375,13 +381,11 @@ class Soak:
                 )
             )
             self.ledger.note("stop", mode=mode, away=away)
-            try:
+            with trio.CancelScope(shield=True):
                 await trio.to_thread.run_sync(self.server.stop, mode)
                 await trio.sleep(away)
-            finally:
-                with trio.CancelScope(shield=True):
-                    await trio.to_thread.run_sync(self.server.start)
-                self.ledger.note("start")
+                await trio.to_thread.run_sync(self.server.start)
+            self.ledger.note("start")
 
     # -- the end ----------------------------------------------------------------------------------
 
@@ -402,6 +406,10 @@ async def until(is_so: Callable[[], bool]) -> None:
     """Return when it is so."""
     while not is_so():  # noqa: ASYNC110 - it is other processes that make it so
         await trio.sleep(0.05)
+
+
+def tail(worker: Worker) -> str:
+    return worker.log[-2000:]
 
 
 class Ready:

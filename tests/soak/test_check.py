@@ -69,7 +69,7 @@ class Book:
         ledger = Ledger(folder)
         try:
             found = contradictions(ledger)
-            assert str(report("a store", ledger))
+            assert str(report("a store", ledger, 0))
         finally:
             ledger.close()
         return found
@@ -174,7 +174,7 @@ def test_two_jobs_of_a_queue_at_once_are_found(book: Book, tmp_path: Path) -> No
 
 def test_a_run_beside_a_killed_one_is_found_until_the_kill(book: Book, tmp_path: Path) -> None:
     book.run(6.9, 6.95, "recovered", pid=2, how="cancelled", reason="shutdown")
-    only(book.problems(tmp_path), "50.000 ms before the end of recovered")
+    only(book.problems(tmp_path), "100.000 ms before the end of recovered")
 
 
 def frozen(book: Book, *late: float) -> None:

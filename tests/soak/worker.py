@@ -29,7 +29,7 @@ from typing import Any
 import psycopg
 import trio
 
-from tests.soak.terms import AHEAD, ATTEMPTS, BEHIND, RIGHT, TRY_LATER
+from tests.soak.terms import AHEAD, ATTEMPTS, BEHIND, RETENTION, RIGHT, TRY_LATER
 from trio_watchdog import (
     Cancel,
     Complete,
@@ -38,7 +38,6 @@ from trio_watchdog import (
     Job,
     Lanes,
     OutcomeUnknown,
-    Retention,
     Retry,
     RetryPolicy,
     RunningJob,
@@ -50,14 +49,10 @@ from trio_watchdog import (
 
 POLICY = RetryPolicy(ATTEMPTS, delay=0.05, max_delay=0.5, jitter=0.5)
 
-RETENTION = Retention(older_than=20.0, keep=300, every=10.0)
-"""Short, so that pruning runs beside everything else, and an hour needs no more room than a minute.
-The reader protects what it has not read."""
-
 BEAT = 0.05
 THREAD_BEAT = 0.25
-"""Longer, for a thread runs beside the event loop, which may take its time to cancel the job's scope
-on a busy machine: right after a thaw a thread may go on for one beat, and not for two."""
+"""Longer, for a thread runs beside the event loop, which may take its time to cancel the job's
+scope on a busy machine: right after a thaw a thread may go on for one beat, and not for two."""
 
 SAMPLE_SECONDS = 2.0
 
@@ -230,7 +225,8 @@ async def step_clock() -> None:
             doer.ledger.write("clock", offset=offset)
 
 
-async def main() -> None:
+async def main() -> int:
+    code = 0
     config = base.Config(**base.CONFIG)
     config.options["retention"] = RETENTION
     async with trio.open_nursery() as nursery:
@@ -241,10 +237,11 @@ async def main() -> None:
         except StoreUnavailable as error:
             # The lanes ride out an outage, so it was the opening that failed.
             logging.getLogger("soak").error("%s", error)
-            sys.exit(TRY_LATER)
+            code = TRY_LATER
         nursery.cancel_scope.cancel()
+    return code
 
 
 if __name__ == "__main__":
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(message)s")
-    trio.run(main)
+    sys.exit(trio.run(main))

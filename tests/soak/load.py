@@ -274,13 +274,13 @@ class Soak:
             options={"grace": 10.0, "poll": 2.0},
         )
 
-    async def _until_ready(self, slot: str) -> bool:
-        """Wait until a worker has started its lanes; False if it has ended instead."""
+    async def _ready_worker(self, slot: str) -> Worker | None:
+        """The worker, once it has started its lanes; None if it has ended instead."""
         while (worker := self._workers[slot]).pid not in self._ready.pids():
             if not worker.is_running and not self._restart(slot):
-                return False
+                return None
             await trio.sleep(0.05)
-        return True
+        return worker
 
     def _restart(self, slot: str) -> bool:
         """Start a worker again that has ended by itself; says whether that was all right.
@@ -317,8 +317,8 @@ class Soak:
     async def _freeze(self) -> None:
         """Stop a worker for longer than its leases; some are killed in their sleep."""
         slot = self.dice.choice(("a", *VICTIMS))
-        worker = self._workers[slot]
-        if not await self._until_ready(slot):
+        worker = await self._ready_worker(slot)
+        if worker is None:
             return
         self.world.freeze(worker)
         await trio.sleep(LEASE + self.dice.uniform(0.5, 2.0))
@@ -335,8 +335,8 @@ class Soak:
 
     async def _drain(self, slot: str, *, is_hurried: bool = False) -> None:
         """SIGTERM, and the worker's own end."""
-        worker = self._workers[slot]
-        if not await self._until_ready(slot):
+        worker = await self._ready_worker(slot)
+        if worker is None:
             return
         worker.terminate()
         if is_hurried:
@@ -361,8 +361,9 @@ class Soak:
         )
 
     async def _set_clock(self, slot: str, number: signal.Signals) -> None:
-        if await self._until_ready(slot):
-            self._workers[slot].process.send_signal(number)
+        worker = await self._ready_worker(slot)
+        if worker is not None:
+            worker.process.send_signal(number)
 
     # -- the server -------------------------------------------------------------------------------
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import json
 import random
 import signal
 import sqlite3
@@ -18,7 +17,7 @@ import psycopg
 import trio
 
 from tests.postgres.server import PostgresServer
-from tests.process.harness import SECOND, Worker, World, now, open_world
+from tests.process.harness import SECOND, Line, Worker, World, now, open_world
 from tests.soak.check import Report, contradictions, report
 from tests.soak.terms import AHEAD, BEHIND, HEARTBEAT, LEASE, RETENTION, RIGHT, TRY_LATER
 from trio_watchdog import Job, Recovery, StoreUnavailable
@@ -71,7 +70,7 @@ class Soak:
         self.problems: list[str] = []
         self._workers: dict[str, Worker] = {}
         self._starts = 0
-        self._ready = Ready(self.ledger.path)
+        self._said = Said(self.ledger.path)
         self._unsettled: set[str] = set()
         self._waiting: dict[str, None] = {}
         """Admitted, and not read as settled: what can be cancelled."""
@@ -276,7 +275,7 @@ class Soak:
 
     async def _ready_worker(self, slot: str) -> Worker | None:
         """The worker, once it has started its lanes; None if it has ended instead."""
-        while (worker := self._workers[slot]).pid not in self._ready.pids():
+        while (worker := self._workers[slot]).pid not in self._said.by("ready"):
             if not worker.is_running and not self._restart(slot):
                 return None
             await trio.sleep(0.05)
@@ -289,7 +288,7 @@ class Soak:
         """
         worker = self._workers[slot]
         code = worker.process.returncode
-        is_fine = code == TRY_LATER and worker.pid not in self._ready.pids()
+        is_fine = code == TRY_LATER and worker.pid not in self._said.by("ready")
         if not is_fine:
             self.problems.append(f"{worker.name} ended by itself ({code}):\n{tail(worker)}")
         self._launch(slot)
@@ -330,6 +329,9 @@ class Soak:
 
     async def _drain_and_restart(self) -> None:
         slot = self.dice.choice(VICTIMS)
+        if await self._ready_worker(slot) is not None:
+            # By then it has something to drain.
+            await trio.sleep(self.dice.uniform(0.5, 2.0))
         await self._drain(slot, is_hurried=self.dice.random() < 0.5)
         self._launch(slot)
 
@@ -341,7 +343,7 @@ class Soak:
         worker.terminate()
         if is_hurried:
             # The second one interrupts, and what runs is handed off.
-            await trio.sleep(self.dice.uniform(0.0, 0.1))
+            await until(lambda: worker.pid in self._said.by("draining") or not worker.is_running)
             worker.terminate()
         with trio.move_on_after(DRAIN_SECONDS):
             await until(lambda: not worker.is_running)
@@ -413,24 +415,30 @@ def tail(worker: Worker) -> str:
     return worker.log[-2000:]
 
 
-class Ready:
-    """Which workers have started their lanes. Reads on where it stopped, for the ledger is long."""
+class Said:
+    """Which workers have said that they are ready, or that they drain.
+
+    Reads on where it stopped, for the ledger is long.
+    """
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._offset = 0
-        self._pids: set[int] = set()
+        self._pids: dict[str, set[int]] = {"ready": set(), "draining": set()}
 
-    def pids(self) -> set[int]:
+    def by(self, kind: str) -> set[int]:
+        """The processes that have written a line of this kind."""
         with open(self._path, "rb") as file:
             file.seek(self._offset)
-            for line in file:
-                if not line.endswith(b"\n"):
+            for text in file:
+                if not text.endswith(b"\n"):
                     break
-                self._offset += len(line)
-                if b'"kind": "ready"' in line:
-                    self._pids.add(json.loads(line)["pid"])
-        return self._pids
+                self._offset += len(text)
+                # Few lines are worth their parsing.
+                if b'"ready"' in text or b'"draining"' in text:
+                    line = Line.parse(text)
+                    self._pids.get(line.kind, set()).add(line.pid)
+        return self._pids[kind]
 
 
 @asynccontextmanager

@@ -255,7 +255,8 @@ class Soak:
                 cursor = page.cursor
                 protect = functools.partial(self.client.protect_settled, "soak", cursor)
                 await self._patiently(protect)
-            elif was_over and not self._unsettled:
+            elif was_over and not self._unsettled & self.world.jobs().keys():
+                # What is not in the table was cut off by the end, and never admitted.
                 self._is_read.set()
                 return
             await trio.sleep(0.2)

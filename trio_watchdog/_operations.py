@@ -73,6 +73,9 @@ ADMISSION_CHUNK = 500
 LOCKED_LIMIT = 5000
 """Jobs of one admission that may keep the locks of their queues until it is committed."""
 
+DUE = 4
+"""Where `insertion` has the instant."""
+
 CLAIM_WINDOW = 16
 """Ready rows that a claim looks at beyond the number it wants."""
 
@@ -152,7 +155,8 @@ def _admit(
     for _ in range(3):
         if not fitting:
             break
-        rows = many(insert, [insertion(jobs[index]) for index in fitting])
+        insertions = {index: insertion(jobs[index]) for index in fitting}
+        rows = many(insert, list(insertions.values()))
         # A queue of its own, as a job has by default, nobody is in front of.
         queues = {jobs[index].queue for index in fitting if jobs[index].queue != jobs[index].id}
         inserted: Rows
@@ -171,7 +175,7 @@ def _admit(
             if sequence is None:
                 present.append(index)
                 continue
-            due = insertion(job)[4]
+            due = insertions[index][DUE]
             answers[index] = Admission("queued", _queued(job, sequence, due))
             effects.claimable(job.lane, due)
             effects.moved(job.queue)

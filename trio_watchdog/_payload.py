@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, cast
 
 from ._errors import InvalidJob, StoreInvalid, shown
@@ -88,57 +88,62 @@ _DECODER = json.JSONDecoder(parse_constant=_refuse_constant, parse_float=_finite
 
 def _check(payload: Any) -> None:
     # An explicit stack: recursion would end in RecursionError long before a clear message.
-    stack: list[tuple[Iterator[tuple[str, Any]], str]] = []
+    stack: list[Iterator[tuple[int | str, Any]]] = []
+    steps: list[int | str] = []
     item: Any = payload
-    path = "payload"
     while True:
-        children = _children(item, path)
+        children = _children(item, steps)
         if children is not None:
             if len(stack) >= DEPTH_LIMIT:
                 raise InvalidJob(f"payload is nested deeper than the limit of {DEPTH_LIMIT}")
-            stack.append((children, path))
+            stack.append(children)
+            steps.append(0)
         while stack:
             try:
-                step, item = next(stack[-1][0])
+                steps[-1], item = next(stack[-1])
             except StopIteration:
                 stack.pop()
+                steps.pop()
             else:
-                path = stack[-1][1] + step
                 break
         else:
             return
 
 
-def _children(item: Any, path: str) -> Iterator[tuple[str, Any]] | None:
+def _path(steps: Iterable[int | str]) -> str:
+    return "payload" + "".join(f"[{shown(step, 40)}]" for step in steps)
+
+
+def _children(item: Any, steps: list[int | str]) -> Iterator[tuple[int | str, Any]] | None:
     if item is None or isinstance(item, bool):
         return None
     if isinstance(item, str):
         if not is_text(item):
-            raise InvalidJob(f"{path} has a lone surrogate: {item[:40]!a}")
+            raise InvalidJob(f"{_path(steps)} has a lone surrogate: {item[:40]!a}")
         return None
     if isinstance(item, int):
         if not -_INTEGER_LIMIT < item < _INTEGER_LIMIT:
-            raise InvalidJob(f"{path} is an integer of more than {INTEGER_DIGITS_LIMIT} digits")
+            raise InvalidJob(
+                f"{_path(steps)} is an integer of more than {INTEGER_DIGITS_LIMIT} digits"
+            )
         return None
     if isinstance(item, float):
         if not math.isfinite(item):
-            raise InvalidJob(f"{path} is {item!r}, which JSON does not know")
+            raise InvalidJob(f"{_path(steps)} is {item!r}, which JSON does not know")
         return None
     if isinstance(item, (list, tuple)):
-        return _array(cast("list[Any]", item))
+        return enumerate(cast("list[Any]", item))
     if isinstance(item, dict):
-        return _object(cast("dict[Any, Any]", item), path)
-    raise InvalidJob(f"{path} is of type {type(item).__name__}, which JSON does not know")
+        return _object(cast("dict[Any, Any]", item), steps, len(steps))
+    raise InvalidJob(f"{_path(steps)} is of type {type(item).__name__}, which JSON does not know")
 
 
-def _array(items: list[Any]) -> Iterator[tuple[str, Any]]:
-    return ((f"[{index}]", item) for index, item in enumerate(items))
-
-
-def _object(items: dict[Any, Any], path: str) -> Iterator[tuple[str, Any]]:
+def _object(items: dict[Any, Any], steps: list[int | str], depth: int) -> Iterator[tuple[str, Any]]:
     for key, item in items.items():
         if not isinstance(key, str):
+            path = _path(steps[:depth])
             raise InvalidJob(f"{path} has the key {shown(key, 40)}, which is not a string")
         if not is_text(key):
+            path = _path(steps[:depth])
             raise InvalidJob(f"{path} has a key with a lone surrogate: {key[:40]!a}")
-        yield f"[{shown(key, 40)}]", item
+        yield key, item

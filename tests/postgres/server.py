@@ -51,7 +51,7 @@ class PostgresServer:
     """
 
     def __init__(self, **settings: str) -> None:
-        """`settings` are server parameters, as in `postgresql.conf`. `fsync` stays on."""
+        """`settings` are server parameters, as in `postgresql.conf`; `fsync` is on."""
         self.password = secrets.token_hex(8)
         self.folder = Path(tempfile.mkdtemp(prefix="watchdog-pg-"))
         self.port = 0
@@ -136,13 +136,14 @@ class PostgresServer:
 
     def freeze(self) -> None:
         """Stop all of the server's processes where they are; the kernel keeps answering TCP."""
-        for process in self._tree():
-            # Sessions come and go while we look.
-            with contextlib.suppress(psutil.NoSuchProcess):
-                process.suspend()
+        # The postmaster first, so that it makes no more children while we go through them.
+        for look in (self._postmaster, self._children):
+            for process in look():
+                with contextlib.suppress(psutil.NoSuchProcess):  # sessions end while we look
+                    process.suspend()
 
     def thaw(self) -> None:
-        for process in self._tree():
+        for process in (*self._children(), *self._postmaster()):
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.resume()
 
@@ -257,11 +258,18 @@ class PostgresServer:
         self._guard.stdin.write(b"%d\n" % pid)
         self._guard.stdin.flush()
 
-    def _tree(self) -> list[psutil.Process]:
-        if self._process is None or self._process.poll() is not None:
-            return []
-        server = psutil.Process(self._process.pid)
-        return [server, *server.children(recursive=True)]
+    def _postmaster(self) -> list[psutil.Process]:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            if self._process is not None and self._process.poll() is None:
+                return [psutil.Process(self._process.pid)]
+        return []
+
+    def _children(self) -> list[psutil.Process]:
+        found: list[psutil.Process] = []
+        for server in self._postmaster():
+            with contextlib.suppress(psutil.NoSuchProcess):
+                found = server.children(recursive=True)
+        return found
 
 
 def _free_port() -> int:

@@ -19,20 +19,34 @@ def postgres_url() -> Iterator[str]:
     if url := os.environ.get("WATCHDOG_TEST_POSTGRES"):
         yield url
         return
-    with PostgresServer() as server:
+    # Nobody kills this one, so what it has written need not survive that.
+    with PostgresServer(fsync="off") as server:
         yield server.url
 
 
 @pytest.fixture
-def postgres_database(postgres_url: str) -> Iterator[str]:
-    """The URL of an empty database, dropped afterwards with whoever is still connected."""
-    name = f"test_{secrets.token_hex(6)}"
-    with psycopg.connect(postgres_url, autocommit=True) as connection:
-        connection.execute(f"create database {name}")
-        try:
-            yield urlsplit(postgres_url)._replace(path=f"/{name}").geturl()
-        finally:
-            connection.execute(f"drop database {name} with (force)")
+def make_database(postgres_url: str) -> Iterator[Callable[[], str]]:
+    """Gives URLs of empty databases, dropped afterwards with whoever is still connected."""
+    names: list[str] = []
+
+    def make() -> str:
+        name = f"test_{secrets.token_hex(6)}"
+        with psycopg.connect(postgres_url, autocommit=True) as connection:
+            connection.execute(f"create database {name}".encode())
+        names.append(name)
+        return urlsplit(postgres_url)._replace(path=f"/{name}").geturl()
+
+    yield make
+    if names:
+        with psycopg.connect(postgres_url, autocommit=True) as connection:
+            for name in names:
+                connection.execute(f"drop database {name} with (force)".encode())
+
+
+@pytest.fixture
+def postgres_database(make_database: Callable[[], str]) -> str:
+    """The URL of an empty database."""
+    return make_database()
 
 
 @pytest.fixture(scope="session")

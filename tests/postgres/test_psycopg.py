@@ -2,7 +2,9 @@ from __future__ import annotations
 
 import datetime
 import decimal
+import gc
 import os
+import secrets
 import subprocess
 import sys
 import threading
@@ -24,13 +26,40 @@ from psycopg.waiting import Wait
 import trio_watchdog._psycopg
 from tests.postgres.proxy import Direction, Proxy, open_proxy
 from tests.postgres.server import PostgresServer
-from trio_watchdog._psycopg import BUSY_SECONDS, WIND_UP_SECONDS, TrioConnection
+from trio_watchdog._psycopg import BUSY_SECONDS, TrioConnection
 
 Connection = TrioConnection[Any]
 
 # Seconds in which a cancelled statement is over on a healthy server. On an idle machine it takes a
-# hundredth of one; what it must not need is WIND_UP_SECONDS.
-PROMPT = 2.0
+# hundredth of one; what it must not need is WIND_UP_SECONDS, which are many here.
+PROMPT = 20.0
+
+
+@pytest.fixture(autouse=True)
+def long_wind_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trio_watchdog._psycopg, "WIND_UP_SECONDS", 60.0)
+
+
+@pytest.fixture(scope="module")
+def module_database(postgres_url: str) -> Iterator[str]:
+    name = f"test_{secrets.token_hex(6)}"
+    with psycopg.connect(postgres_url, autocommit=True) as connection:
+        connection.execute(f"create database {name}".encode())
+        yield urlsplit(postgres_url)._replace(path=f"/{name}").geturl()
+        connection.execute(f"drop database {name} with (force)".encode())
+
+
+@pytest.fixture
+def postgres_database(module_database: str) -> Iterator[str]:
+    """One for all tests, emptied after each, since making one takes longer than most of them."""
+    yield module_database
+    with psycopg.connect(module_database, autocommit=True) as connection:
+        connection.execute(
+            "select pg_terminate_backend(pid, 10000) from pg_stat_activity"
+            " where datname = current_database() and pid <> pg_backend_pid()"
+        )
+        connection.execute("drop schema public cascade")
+        connection.execute("create schema public")
 
 
 @asynccontextmanager
@@ -249,9 +278,17 @@ async def test_a_connection_that_cannot_write_reads(proxy: Proxy, other: Connect
             proxy.forward()
 
 
+@pytest.fixture
+def no_collection() -> Iterator[None]:
+    """No garbage is collected: going through what all tests have left takes a while."""
+    gc.disable()
+    yield
+    gc.enable()
+
+
 @pytest.mark.parametrize("work", ["executemany", "copy in", "copy out"])
 async def test_a_connection_that_never_waits_lets_other_tasks_run(
-    connection: Connection, table: None, work: str
+    connection: Connection, table: None, work: str, no_collection: None
 ) -> None:
     longest = 0.0
 
@@ -289,11 +326,11 @@ async def test_a_pipeline_shares_one_round_trip(postgres_database: str) -> None:
             proxy.delay = 0.05
             started = trio.current_time()
             async with connection.pipeline():
-                cursors = [await connection.execute("select %s::int", (n,)) for n in range(20)]
+                cursors = [await connection.execute("select %s::int", (n,)) for n in range(200)]
             took = trio.current_time() - started
-            assert [await cursor.fetchone() for cursor in cursors] == [(n,) for n in range(20)]
-    # There and back, and as much again for the session's first use of a type; not twenty times.
-    assert took < 10 * 2 * proxy.delay
+            assert [await cursor.fetchone() for cursor in cursors] == [(n,) for n in range(200)]
+    # There and back, and as much again for the session's first use of a type; not 200 times.
+    assert took < 100 * 2 * proxy.delay
 
 
 async def test_an_error_in_a_pipeline_spoils_the_rest_and_not_the_connection(
@@ -415,7 +452,7 @@ async def test_a_cancelled_query_is_cancelled_on_the_server(
         lambda: until_running(other, "%pg_sleep(60)%"),
         lambda: connection.execute("select pg_sleep(60)"),
     )
-    assert took < 1.0
+    assert took < PROMPT
     assert not await is_running(other, "%pg_sleep(60)%")
     assert connection.info.transaction_status == TransactionStatus.IDLE
     assert await value(connection, "select 1") == 1
@@ -580,7 +617,7 @@ async def test_a_commit_that_takes_too_long_is_cancelled_and_rolled_back(
             await connection.execute("insert into t values (1)")
 
     took = await cancel_when(lambda: until_running(other, "COMMIT"), work)
-    assert took < WIND_UP_SECONDS
+    assert took < PROMPT
     assert connection.info.transaction_status == TransactionStatus.IDLE
     assert await numbers(connection) == []
 
@@ -640,7 +677,7 @@ async def test_a_cancelled_pipeline_gives_the_connection_back(
                 await connection.execute("select pg_sleep(60)")
 
     took = await cancel_when(lambda: until_running(other, "%pg_sleep(60)%"), work)
-    assert took < WIND_UP_SECONDS
+    assert took < PROMPT
     assert await value(connection, "select 1") == 1
 
 
@@ -666,7 +703,7 @@ async def test_a_cancelled_executemany_gives_the_connection_back(
             await cursor.executemany("select pg_sleep(%s)", [(60,)] * 5)
 
     took = await cancel_when(lambda: until_running(other, "%pg_sleep(%"), work)
-    assert took < WIND_UP_SECONDS
+    assert took < PROMPT
     assert await value(connection, "select 1") == 1
 
 
@@ -821,26 +858,37 @@ async def test_a_silent_server_cannot_keep_a_cancelled_query(
             await connection.execute("select 1")
 
 
-@pytest.mark.parametrize("moment", ["statement", "commit", "pipeline"])
 async def test_silence_within_a_block_is_bounded_once_and_not_per_level(
-    proxy: Proxy, moment: str, short_wind_up: float
+    postgres_database: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async with connected(proxy.url, autocommit=True) as connection:
-        started = trio.current_time()
-        with trio.move_on_after(0.5) as scope:
-            async with connection.transaction(), connection.transaction():
-                if moment == "pipeline":
-                    async with connection.pipeline():
-                        await connection.execute("select 1")
+    # Long, so that another one for a further level would not be taken for a busy machine.
+    wind_up = 3.0
+    monkeypatch.setattr(trio_watchdog._psycopg, "WIND_UP_SECONDS", wind_up)
+
+    async def is_bounded(moment: str) -> None:
+        async with (
+            open_proxy(postgres_database) as proxy,
+            connected(proxy.url, autocommit=True) as connection,
+        ):
+            started = trio.current_time()
+            with trio.move_on_after(0.5) as scope:
+                async with connection.transaction(), connection.transaction():
+                    if moment == "pipeline":
+                        async with connection.pipeline():
+                            await connection.execute("select 1")
+                            proxy.stop()
+                    elif moment == "commit":
+                        proxy.stop("answers")
+                    else:
                         proxy.stop()
-                elif moment == "commit":
-                    proxy.stop("answers")
-                else:
-                    proxy.stop()
-                    await connection.execute("select 1")
-        assert scope.cancelled_caught
-        assert trio.current_time() - started < 0.5 + short_wind_up + PROMPT
-        assert connection.closed
+                        await connection.execute("select 1")
+            assert scope.cancelled_caught
+            assert trio.current_time() - started < 0.5 + 2 * wind_up
+            assert connection.closed
+
+    async with trio.open_nursery() as nursery:
+        for moment in ("statement", "commit", "pipeline"):
+            nursery.start_soon(is_bounded, moment)
 
 
 async def test_a_server_that_only_refuses_the_cancel_request_loses_the_connection(
@@ -964,13 +1012,14 @@ async def test_a_task_waiting_for_its_turn_leaves_at_once_when_cancelled(
     connection: Connection, other: Connection
 ) -> None:
     async with trio.open_nursery() as nursery:
-        nursery.start_soon(connection.execute, "select pg_sleep(0.5)")
-        await until_running(other, "%pg_sleep(0.5)%")
-        started = trio.current_time()
+        nursery.start_soon(connection.execute, "select pg_sleep(60)")
+        await until_running(other, "%pg_sleep(60)%")
         with trio.move_on_after(0.01) as scope:
             await connection.execute("select 1")
         assert scope.cancelled_caught
-        assert trio.current_time() - started < 0.4
+        # The other one has not been waited for.
+        assert await is_running(other, "%pg_sleep(60)%")
+        nursery.cancel_scope.cancel()
     assert await value(connection, "select 1") == 1
 
 

@@ -11,6 +11,7 @@ import trio
 
 from tests.postgres.stepping import LOST
 from tests.postgres.stress import SCHEMA
+from tests.process.harness import IS_FULL
 from trio_watchdog import _wishes as w
 from trio_watchdog._identity import fresh_token
 from trio_watchdog._model import Outcome, SettledJob
@@ -20,7 +21,7 @@ from trio_watchdog._rules import Settle
 from trio_watchdog._statements import Dialect
 
 PROCESSES = 3
-SECONDS = 12.0
+SECONDS = 20.0 if IS_FULL else 6.0
 
 DIALECT = Dialect("postgres", SCHEMA)
 JOBS = DIALECT.table("jobs")

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
+import itertools
+from collections.abc import AsyncGenerator, Callable
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
+import trio
 
-from tests.postgres.conftest import postgres_database, postgres_url, start_server
-from tests.process.harness import World, open_world
+from tests.postgres.conftest import make_database, postgres_database, postgres_url, start_server
+from tests.postgres.server import PostgresServer
+from tests.process.harness import Kind, OpenWorld, World, open_world
 
-__all__ = ["postgres_database", "postgres_url", "start_server"]
+__all__ = ["make_database", "postgres_database", "postgres_url", "start_server"]
 
 
 @pytest.fixture(params=["sqlite", "postgres"])
@@ -23,18 +27,36 @@ def database(request: pytest.FixtureRequest, tmp_path: Path) -> str:
 
 
 @pytest.fixture
-async def world(database: str, tmp_path: Path) -> AsyncGenerator[World]:
-    async with open_world(database, tmp_path) as world:
-        yield world
+def open_worlds(
+    tmp_path: Path,
+    make_database: Callable[[], str],
+    start_server: Callable[..., PostgresServer],
+) -> OpenWorld:
+    """Opens as many worlds as a test wants, each with a database and a folder of its own."""
+    numbers = itertools.count()
+
+    @asynccontextmanager
+    async def opening(kind: Kind) -> AsyncGenerator[World]:
+        # Short, for there will be sockets in it.
+        folder = tmp_path / f"{next(numbers)}"
+        folder.mkdir()
+        server = None
+        if kind == "sqlite":
+            url = f"sqlite:{folder / 'jobs.db'}"
+        elif kind == "postgres":
+            url = await trio.to_thread.run_sync(make_database)
+        else:
+            server = await trio.to_thread.run_sync(start_server)
+            url = server.url
+        async with open_world(url, folder) as world:
+            world.server = server
+            yield world
+
+    return opening
 
 
-@pytest.fixture
-async def sqlite_world(tmp_path: Path) -> AsyncGenerator[World]:
-    async with open_world(f"sqlite:{tmp_path / 'jobs.db'}", tmp_path) as world:
-        yield world
-
-
-@pytest.fixture
-async def postgres_world(postgres_database: str, tmp_path: Path) -> AsyncGenerator[World]:
-    async with open_world(postgres_database, tmp_path) as world:
+@pytest.fixture(params=["sqlite", "postgres"])
+async def world(request: pytest.FixtureRequest, open_worlds: OpenWorld) -> AsyncGenerator[World]:
+    """On the one and then on the other, for tests that want no company."""
+    async with open_worlds(request.param) as world:
         yield world

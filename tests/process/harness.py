@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import json
 import os
@@ -15,14 +16,23 @@ import subprocess
 import sys
 import time
 from collections import defaultdict
-from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Sequence
+from collections.abc import (
+    AsyncGenerator,
+    Awaitable,
+    Callable,
+    Iterable,
+    Iterator,
+    Mapping,
+    Sequence,
+)
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import psycopg
 import trio
 from attrs import define, field, frozen
 
+from tests.postgres.server import PostgresServer
 from trio_watchdog import Client, Job, open_client
 from trio_watchdog.testing import broken_rows, check_invariants
 
@@ -35,10 +45,18 @@ PATIENCE = 60.0
 """Seconds to wait for what has to happen. Long, for the machine may be busy; nothing waits for it
 to pass."""
 
-LEASE = 2.0
-HEARTBEAT = 0.5
-MARGIN = LEASE / 10
-"""By how much a worker stops before its lease ends."""
+LEASE = 4.0
+HEARTBEAT = 0.3
+"""A worker that stands still for three seconds keeps its claims."""
+
+ALONE: dict[str, Any] = {"lease": 5.0, "heartbeat": 0.3, "margin": 1.5}
+"""For a worker that is to lose its claims by its own clock: it stops so long before the end of its
+lease. In earnest that is three seconds of thirty; a tenth of a short lease is less than what a busy
+machine takes for the way from a deadline to the line in the ledger."""
+
+STALL = 10.0
+"""Seconds that a busy machine may add to what takes no time; for limits, which nothing waits for.
+"""
 
 IS_FULL = os.environ.get("WATCHDOG_TEST_FULL", "0") not in ("", "0")
 """Full size, as a release wants it, instead of what is enough for every day."""
@@ -120,6 +138,7 @@ class Ledger:
     def __init__(self, folder: Path) -> None:
         self.path = folder / "ledger"
         self._lines: list[Line] = []
+        self._by_kind = defaultdict[str, list[Line]](list)
         self._offset = 0
         flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC
         self._file = os.open(self.path, flags)
@@ -141,12 +160,11 @@ class Ledger:
             for text in file:
                 if text.endswith(b"\n"):
                     self._offset += len(text)
-                    self._lines.append(Line.parse(text))
-        return [
-            line
-            for line in self._lines
-            if (kind is None or line.kind == kind) and line.fits(**wanted)
-        ]
+                    line = Line.parse(text)
+                    self._lines.append(line)
+                    self._by_kind[line.kind].append(line)
+        lines = self._lines if kind is None else self._by_kind[kind]
+        return [line for line in lines if line.fits(**wanted)] if wanted else lines
 
     def executions(self, **wanted: Any) -> list[Execution]:
         """Runs of handlers, by their begin."""
@@ -316,6 +334,9 @@ class World:
         self.client = client
         self.ledger = Ledger(folder)
         self.workers: list[Worker] = []
+        self.server: PostgresServer | None = None
+        """Where this world has one for itself."""
+        self._connection: psycopg.Connection[Any] | None = None
 
     @property
     def is_sqlite(self) -> bool:
@@ -405,6 +426,8 @@ class World:
             worker.process.kill()
             worker.process.wait(PATIENCE)
         self.ledger.close()
+        if self._connection is not None:
+            self._connection.close()
 
     # -- gates ------------------------------------------------------------------------------------
 
@@ -436,14 +459,23 @@ class World:
 
     async def lives_until(self, id: str, at: float) -> None:
         """Return when a job has shown life after this time."""
-        await self.until(
-            lambda: self.ledger.lines("beat", job=id)[-1].at > at, f"{id} shows no life"
-        )
+
+        def lives() -> bool:
+            last = next((b for b in reversed(self.ledger.lines("beat")) if b.job == id), None)
+            return last is not None and last.at > at
+
+        await self.until(lives, f"{id} shows no life")
 
     async def renewed(self, id: str) -> None:
         """Return when the lease of a running job has been extended."""
-        before = self.job(id)["lease_until"]
-        await self.until(lambda: self.job(id)["lease_until"] > before, f"{id} is not renewed")
+        before = self.job(id)
+
+        def is_renewed() -> bool:
+            row = self.job(id)
+            assert row["token"] == before["token"], f"{id} is lost\n{self.story()}"
+            return row["lease_until"] > before["lease_until"]
+
+        await self.until(is_renewed, f"{id} is not renewed")
 
     async def settled(self, *ids: str, seconds: float = PATIENCE) -> None:
         """Return when these jobs are settled, or else all."""
@@ -451,7 +483,7 @@ class World:
         end = time.monotonic() + seconds
         while rows := self.rows(f"select id, state from {{jobs}} where state <> 'settled'{which}"):
             assert time.monotonic() < end, f"{rows[:5]} of {len(rows)} not settled\n{self.story()}"
-            await trio.sleep(0.02)
+            await trio.sleep(0.05)
 
     def story(self) -> str:
         """For people who want to know why a test failed."""
@@ -476,8 +508,13 @@ class World:
         if self.is_sqlite:
             with contextlib.closing(sqlite3.connect(self.path)) as connection:
                 return connection.execute(text.format(jobs="watchdog_jobs")).fetchall()
-        with psycopg.connect(self.url, autocommit=True) as connection:
-            return connection.execute(text.format(jobs="trio_watchdog.jobs").encode()).fetchall()
+        query = text.format(jobs="trio_watchdog.jobs").encode()
+        if self._connection is not None:
+            with contextlib.suppress(psycopg.OperationalError):  # the server was away
+                return self._connection.execute(query).fetchall()
+            self._connection.close()
+        self._connection = psycopg.connect(self.url, autocommit=True)
+        return self._connection.execute(query).fetchall()
 
     def jobs(self) -> dict[str, dict[str, Any]]:
         """The table, by id."""
@@ -526,6 +563,79 @@ async def open_world(url: str, folder: Path) -> AsyncGenerator[World]:
             yield world
         finally:
             world.close()
+
+
+Kind = Literal["sqlite", "postgres", "server"]
+"""``server``: a PostgreSQL server for this world alone, to do to it what one likes."""
+
+OpenWorld = Callable[[Kind], contextlib.AbstractAsyncContextManager[World]]
+
+Test = Callable[..., Awaitable[None]]
+
+
+class Runs:
+    """A test that is several runs, all at the same time, each in a world of its own.
+
+    Most of a run is waiting: for processes to start, and for leases to end.
+    """
+
+    def __init__(self, *runs: tuple[str, Kind, Callable[[World], Awaitable[None]]]) -> None:
+        self.runs = runs
+
+    async def together(self, open_worlds: OpenWorld) -> None:
+        try:
+            async with trio.open_nursery() as nursery:
+                for label, kind, run in self.runs:
+                    nursery.start_soon(self._one, label, open_worlds(kind), run)
+        except BaseExceptionGroup as group:
+            # What comes of the others when one has failed is no news.
+            raise first_of(group) from None
+
+    async def _one(
+        self,
+        label: str,
+        opening: contextlib.AbstractAsyncContextManager[World],
+        run: Callable[[World], Awaitable[None]],
+    ) -> None:
+        try:
+            async with opening as world:
+                await run(world)
+        except BaseException as error:
+            error.add_note(f"in the run {label}")
+            raise
+
+
+def first_of(error: BaseException) -> BaseException:
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error
+
+
+def on(*kinds: Kind, **cases: Mapping[str, Any]) -> Callable[[Test], Runs]:
+    """Run this on these kinds of database, in each of these cases.
+
+    Its first argument is a world; ``cases`` are further ones, with a name for each value.
+    """
+
+    def decorate(test: Test) -> Runs:
+        runs: list[tuple[str, Kind, Callable[[World], Awaitable[None]]]] = []
+        for kind in kinds:
+            for named in itertools.product(*(case.items() for case in cases.values())):
+                label = f"{test.__name__}[{'-'.join([kind, *(name for name, _ in named)])}]"
+                values = dict(zip(cases, (value for _, value in named), strict=True))
+                runs.append((label, kind, functools.partial(test, **values)))
+        return Runs(*runs)
+
+    return decorate
+
+
+def at_once(*tests: Runs) -> Callable[[OpenWorld], Awaitable[None]]:
+    """Make one test of these."""
+
+    async def together(open_worlds: OpenWorld) -> None:
+        await Runs(*(run for test in tests for run in test.runs)).together(open_worlds)
+
+    return together
 
 
 @contextlib.contextmanager

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Generator, Sequence
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -66,7 +67,23 @@ class Shell:
         self.folder = folder
         self.environment = environment(TRIO_WATCHDOG_DATABASE=f"sqlite:{folder / 'jobs.db'}")
 
-    def __call__(
+    def __call__(self, *arguments: str, code: int = 0) -> subprocess.CompletedProcess[str]:
+        """Here, for each process costs half a second. `process` does the same in one of its own."""
+        output, errors = io.StringIO(), io.StringIO()
+        with (
+            mock.patch.dict(os.environ, self.environment, clear=True),
+            contextlib.chdir(self.folder),
+            contextlib.redirect_stdout(output),
+            contextlib.redirect_stderr(errors),
+        ):
+            returned = main(arguments)
+        done = subprocess.CompletedProcess(
+            arguments, returned, output.getvalue(), errors.getvalue()
+        )
+        assert done.returncode == code, (done.stdout, done.stderr)
+        return done
+
+    def process(
         self, *arguments: str, stdin: str = "", code: int = 0
     ) -> subprocess.CompletedProcess[str]:
         done = subprocess.run(
@@ -85,14 +102,6 @@ class Shell:
     def json(self, *arguments: str, code: int = 0) -> Any:
         done = self(*arguments, "--json", code=code)
         return json.loads(done.stdout)
-
-    def ask(self, *arguments: str) -> Any:
-        """As `json`, in this process: for what a test sets up and looks at besides."""
-        output = io.StringIO()
-        database = self.environment["TRIO_WATCHDOG_DATABASE"]
-        with contextlib.redirect_stdout(output):
-            assert main([*arguments, "--json", "--database", database]) == 0
-        return json.loads(output.getvalue())
 
     @contextlib.contextmanager
     def start(self, *arguments: str) -> Generator[subprocess.Popen[str]]:
@@ -179,7 +188,7 @@ def test_a_job_is_admitted_shown_listed_cancelled_and_counted(shell: Shell) -> N
     assert job["state"] == "queued"
     assert job["not_before"].startswith("2099-12-31T23:00:00")
 
-    text = shell("show", "one").stdout
+    text = shell.process("show", "one").stdout
     assert "recoveries    0 of 2, within 60 s\n" in text
     assert "not before    2099-12-31 23:00:00.000Z\n" in text
     assert shell.json("list", "--lane", "mail", "--state", "queued") == [job]
@@ -191,50 +200,51 @@ def test_a_job_is_admitted_shown_listed_cancelled_and_counted(shell: Shell) -> N
     assert shell.json("cancel", "one", "--cancellation-id", "c")["status"] == "recorded"
     assert shell.json("stats")["counts"][0]["lane"] == "mail"
     assert shell("stats").stdout.splitlines()[-1].split()[0] == "total"
+    assert json.loads(shell.process("show", "one", "--json").stdout) == shell.json("show", "one")
 
 
 def test_the_same_job_twice_is_a_duplicate_and_another_one_a_conflict(shell: Shell) -> None:
     assert shell("enqueue", "mail", "[1]", "--id", "one").stdout == "queued  one\n"
     assert shell("enqueue", "mail", " [ 1 ] ", "--id", "one").stdout == "duplicate  one, queued\n"
-    done = shell("enqueue", "mail", "[2]", "--id", "one", code=1)
+    done = shell.process("enqueue", "mail", "[2]", "--id", "one", code=1)
     assert "one" in done.stderr
     assert done.stdout == ""
 
 
 def test_a_payload_comes_from_standard_input_and_defaults_to_null(shell: Shell) -> None:
-    shell("enqueue", "mail", "-", "--id", "one", stdin='{"name": "Zoë \\u0000"}')
-    assert shell.ask("show", "one")["payload"] == {"name": "Zoë \0"}
+    shell.process("enqueue", "mail", "-", "--id", "one", stdin='{"name": "Zoë \\u0000"}')
+    assert shell.json("show", "one")["payload"] == {"name": "Zoë \0"}
     id = shell.json("enqueue", "mail")["job"]["id"]
-    assert shell.ask("show", id)["payload"] is None
+    assert shell.json("show", id)["payload"] is None
 
 
 def test_lists_show_the_newest_first_and_stop_at_the_limit(shell: Shell) -> None:
     for id in "abc":
-        shell.ask("enqueue", "mail", "--id", id)
+        shell.json("enqueue", "mail", "--id", id)
     assert [job["id"] for job in shell.json("list", "--limit", "2")] == ["c", "b"]
     assert shell("list", "--state", "running").stdout == "no jobs\n"
 
 
 def test_a_cancellation_that_cannot_be_is_refused(shell: Shell) -> None:
-    shell.ask("enqueue", "mail", "--id", "one")
+    shell.json("enqueue", "mail", "--id", "one")
     assert shell("cancel", "one", "--cancellation-id", "c").stdout == "recorded  one\n"
     assert shell("cancel", "one", "--cancellation-id", "c").stdout.startswith(
         ("replayed  one", "decided  one, cancelled")
     )
     assert shell.json("cancel", "two", code=1) == {"status": "missing", "outcome": None}
     assert "'two'" in shell("cancel", "two", code=1).stderr
-    shell.ask("enqueue", "mail", "--id", "later", "--not-before", "2100-01-01T00:00:00Z")
+    shell.json("enqueue", "mail", "--id", "later", "--not-before", "2100-01-01T00:00:00Z")
     shell("fail-lane", "mail", "--reason", "closed")
     assert "has ended already: failed" in shell("cancel", "later", code=1).stderr
 
 
 def test_a_lane_is_failed_and_a_queue_purged(shell: Shell) -> None:
     for id in ("a1", "a2"):
-        shell.ask("enqueue", "mail", "--id", id, "--queue", "ada")
-    shell.ask("enqueue", "post", "--id", "b1", "--queue", "ada")
+        shell.json("enqueue", "mail", "--id", id, "--queue", "ada")
+    shell.json("enqueue", "post", "--id", "b1", "--queue", "ada")
     failed = shell.json("fail-lane", "mail", "--reason", "provider gone")
     assert failed == {"lane": "mail", "failed": 2, "jobs": ["a1", "a2"]}
-    job = shell.ask("show", "a1")
+    job = shell.json("show", "a1")
     assert (job["outcome"], job["reason"]) == ("failed", "provider gone")
     assert "reason        provider gone\n" in shell("show", "a1").stdout
     assert shell("purge", "ada").stdout == "deleted 1 queued job of queue ada\n"
@@ -243,14 +253,14 @@ def test_a_lane_is_failed_and_a_queue_purged(shell: Shell) -> None:
 
 
 def test_names_cannot_steer_the_terminal(shell: Shell) -> None:
-    shell.ask("enqueue", "\x1b[2Jmail", "--id", "one\nline")
+    shell.json("enqueue", "\x1b[2Jmail", "--id", "one\nline")
     for arguments in (("list",), ("stats",), ("show", "one\nline")):
         assert "\x1b" not in shell(*arguments).stdout
     assert len(shell("list").stdout.splitlines()) == 2
 
 
 def test_a_reader_that_has_seen_enough_is_no_error(shell: Shell) -> None:
-    shell.ask("enqueue", "mail")
+    shell.json("enqueue", "mail")
     with shell.start("list") as process:
         assert process.stdout is not None
         process.stdout.close()
@@ -428,8 +438,8 @@ def test_importing_the_command_is_light(shell: Shell) -> None:
 def test_run_works_until_a_signal_drains_it(shell: Shell) -> None:
     with shell.start("run", "work:lanes", "--json") as process:
         assert event(process, "started")["process"] == process.pid
-        shell.ask("enqueue", "gate", json.dumps(str(shell.folder)), "--id", "one")
-        shell.ask("enqueue", "gate", json.dumps(str(shell.folder)), "--id", "two")
+        shell.json("enqueue", "gate", json.dumps(str(shell.folder)), "--id", "one")
+        shell.json("enqueue", "gate", json.dumps(str(shell.folder)), "--id", "two")
         wait_for((shell.folder / "began").exists)
         process.send_signal(signal.SIGTERM)
         assert event(process, "draining")["running"] == ["one"]
@@ -437,17 +447,17 @@ def test_run_works_until_a_signal_drains_it(shell: Shell) -> None:
         event(process, "stopped")
         end_of(process, 0)
     assert (shell.folder / "ended").exists()
-    job = shell.ask("show", "one")
+    job = shell.json("show", "one")
     assert (job["state"], job["outcome"]) == ("settled", "completed")
     # Nothing new was started meanwhile.
-    assert shell.ask("show", "two")["state"] == "queued"
+    assert shell.json("show", "two")["state"] == "queued"
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_second_signal_interrupts_and_costs_the_job_nothing(
     shell: Shell, number: signal.Signals
 ) -> None:
-    shell.ask(
+    shell.json(
         "enqueue", "gate", json.dumps(str(shell.folder)), "--id", "one", "--max-recoveries", "1"
     )
     with shell.start("run", "work:lanes", "--json") as process:
@@ -459,12 +469,12 @@ def test_a_second_signal_interrupts_and_costs_the_job_nothing(
         event(process, "interrupting")
         end_of(process, 128 + number)
     assert not (shell.folder / "ended").exists()
-    job = shell.ask("show", "one")
+    job = shell.json("show", "one")
     assert (job["state"], job["recovery_count"], job["attempt_count"]) == ("queued", 0, 0)
 
 
 def test_a_third_signal_exits_even_when_the_event_loop_is_blocked(shell: Shell) -> None:
-    shell.ask("enqueue", "deaf", json.dumps(str(shell.folder)), "--id", "one")
+    shell.json("enqueue", "deaf", json.dumps(str(shell.folder)), "--id", "one")
     with shell.start("run", "work:lanes") as process:
         wait_for((shell.folder / "began").exists)
 
@@ -475,18 +485,18 @@ def test_a_third_signal_exits_even_when_the_event_loop_is_blocked(shell: Shell) 
         wait_for(has_ended)
         errors = end_of(process, 128 + signal.SIGTERM)
     assert "exits at once" in errors
-    assert shell.ask("show", "one")["state"] == "running"
+    assert shell.json("show", "one")["state"] == "running"
 
 
 def test_a_drain_that_takes_too_long_hands_the_job_back(shell: Shell) -> None:
-    shell.ask("enqueue", "gate", json.dumps(str(shell.folder)), "--id", "one")
+    shell.json("enqueue", "gate", json.dumps(str(shell.folder)), "--id", "one")
     with shell.start("run", "work:lanes", "--grace", "0.1", "--lease", "9") as process:
         wait_for((shell.folder / "began").exists)
         process.send_signal(signal.SIGTERM)
         errors = end_of(process, 0)
     assert "work:lanes at work" in errors
     assert "draining, 1 job running" in errors
-    assert shell.ask("show", "one")["state"] == "queued"
+    assert shell.json("show", "one")["state"] == "queued"
 
 
 def test_a_reader_of_events_that_goes_does_not_stop_the_work(shell: Shell) -> None:
@@ -494,17 +504,17 @@ def test_a_reader_of_events_that_goes_does_not_stop_the_work(shell: Shell) -> No
         event(process, "started")
         assert process.stdout is not None
         process.stdout.close()
-        shell.ask("enqueue", "gate", json.dumps(str(shell.folder)), "--id", "one")
+        shell.json("enqueue", "gate", json.dumps(str(shell.folder)), "--id", "one")
         wait_for((shell.folder / "began").exists)
         process.send_signal(signal.SIGTERM)
         (shell.folder / "open").touch()
         assert process.wait(30) == 0
-    assert shell.ask("show", "one")["state"] == "settled"
+    assert shell.json("show", "one")["state"] == "settled"
 
 
 def test_run_says_when_the_database_cannot_be_used(shell: Shell) -> None:
     (shell.folder / "jobs.db").write_text("this is no database, but a text of some length\n" * 100)
-    done = shell("run", "work:lanes", code=3)
+    done = shell.process("run", "work:lanes", code=3)
     assert done.stderr.count("\n") == 1
     assert "jobs.db" in done.stderr
 
@@ -535,14 +545,14 @@ def test_the_quick_start_runs_and_a_second_time_does_nothing_twice(shell: Shell)
 def test_the_example_lanes_run(shell: Shell) -> None:
     readme = shell.folder / "a text.txt"
     readme.write_text("abc")
-    shell.ask("enqueue", "greet", '{"name": "Ada"}', "--id", "greet")
-    shell.ask("enqueue", "count", "60", "--id", "slow")
-    shell.ask("enqueue", "checksum", json.dumps(str(readme)), "--id", "sum")
-    shell.ask("enqueue", "checksum", '"absent.txt"', "--id", "absent")
+    shell.json("enqueue", "greet", '{"name": "Ada"}', "--id", "greet")
+    shell.json("enqueue", "count", "60", "--id", "slow")
+    shell.json("enqueue", "checksum", json.dumps(str(readme)), "--id", "sum")
+    shell.json("enqueue", "checksum", '"absent.txt"', "--id", "absent")
     with shell.start("run", "examples.lanes:lanes") as process:
 
         def states() -> dict[str, str]:
-            return {job["id"]: job["state"] for job in shell.ask("list")}
+            return {job["id"]: job["state"] for job in shell.json("list")}
 
         wait_for(lambda: list(states().values()).count("settled") == 3)
         assert states()["slow"] == "running"
@@ -554,5 +564,5 @@ def test_the_example_lanes_run(shell: Shell) -> None:
     assert "Hello, Ada!\n" in output
     assert "slow: 1 of 60\n" in output
     assert "ba7816bf" in output
-    assert shell.ask("show", "slow")["outcome"] == "cancelled"
-    assert "cannot read absent.txt" in shell.ask("show", "absent")["reason"]
+    assert shell.json("show", "slow")["outcome"] == "cancelled"
+    assert "cannot read absent.txt" in shell.json("show", "absent")["reason"]

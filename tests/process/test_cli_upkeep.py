@@ -41,7 +41,7 @@ def execute(path: Path, text: str) -> None:
 
 
 def test_the_doctor_finds_a_fresh_database_in_order(shell: Shell) -> None:
-    shell.ask("enqueue", "mail", "--id", "one", "--not-before", "2100-01-01T00:00:00Z")
+    shell.json("enqueue", "mail", "--id", "one", "--not-before", "2100-01-01T00:00:00Z")
     lines = shell("doctor").stdout.splitlines()
     assert lines[-2:] == ["", "all is well"]
     assert {line.split()[0] for line in lines[:-2]} == {"ok"}
@@ -53,13 +53,13 @@ def test_the_doctor_finds_a_fresh_database_in_order(shell: Shell) -> None:
 
 def test_the_doctor_ends_with_1_when_something_is_wrong(shell: Shell) -> None:
     for id in ("one", "two"):
-        shell.ask("enqueue", "mail", "--id", id)
+        shell.json("enqueue", "mail", "--id", id)
     path = shell.folder / "jobs.db"
     # A note is no reason to wake anybody.
     assert levels(shell.json("doctor"))["lanes"] == "note"
     execute(path, "update watchdog_jobs set reason = 'x' where id = 'one'")
     execute(path, "update watchdog_jobs set hint = 'lowered' where id = 'two'")
-    done = shell("doctor", code=1)
+    done = shell.process("doctor", code=1)
     # A row, a queue, and SQLite's own check, which looks at rows too.
     assert done.stdout.splitlines()[-1] == "3 faults"
     assert "'one'" in done.stdout
@@ -68,10 +68,10 @@ def test_the_doctor_ends_with_1_when_something_is_wrong(shell: Shell) -> None:
 
 
 def test_the_doctor_makes_nothing_and_changes_nothing(shell: Shell) -> None:
-    assert "there is no database" in shell("doctor", code=3).stderr
+    assert "there is no database" in shell.process("doctor", code=3).stderr
     assert "there is no database" in shell("explain", "one", code=3).stderr
     assert [file.name for file in shell.folder.iterdir()] == ["work.py"]
-    shell.ask("enqueue", "mail", "--id", "one")
+    shell.json("enqueue", "mail", "--id", "one")
     before = (shell.folder / "jobs.db").read_bytes()
     shell("doctor")
     shell("explain", "one")
@@ -98,8 +98,8 @@ def test_a_look_into_a_server_without_jobs_makes_no_tables(
 
 
 def test_it_is_explained_why_a_job_does_not_run(shell: Shell) -> None:
-    shell.ask("enqueue", "mail", "--id", "one", "--queue", "q")
-    shell.ask("enqueue", "mail", "--id", "two", "--queue", "q")
+    shell.json("enqueue", "mail", "--id", "one", "--queue", "q")
+    shell.json("enqueue", "mail", "--id", "two", "--queue", "q")
     assert shell("explain", "two").stdout.startswith("It waits in queue 'q' behind 'one', which ")
     answer = shell.json("explain", "one")
     assert answer["id"] == "one"
@@ -108,8 +108,8 @@ def test_it_is_explained_why_a_job_does_not_run(shell: Shell) -> None:
 
 
 def test_what_is_explained_cannot_steer_the_terminal(shell: Shell) -> None:
-    shell.ask("enqueue", "mail\x1b[2J", "--id", "one", "--queue", "q\x1b[2J")
-    shell.ask("enqueue", "mail", "--id", "two", "--queue", "q\x1b[2J")
+    shell.json("enqueue", "mail\x1b[2J", "--id", "one", "--queue", "q\x1b[2J")
+    shell.json("enqueue", "mail", "--id", "two", "--queue", "q\x1b[2J")
     for id in ("one", "two"):
         assert "\x1b" not in shell("explain", id).stdout
     assert "\x1b" not in shell("doctor").stdout
@@ -120,8 +120,8 @@ def test_what_is_explained_cannot_steer_the_terminal(shell: Shell) -> None:
 
 def settle(shell: Shell, *ids: str, lane: str = "mail") -> None:
     for id in ids:
-        shell.ask("enqueue", lane, "--id", id)
-    shell.ask("fail-lane", lane, "--reason", "for the test")
+        shell.json("enqueue", lane, "--id", id)
+    shell.json("fail-lane", lane, "--reason", "for the test")
 
 
 def test_old_jobs_are_pruned_by_age_count_lane_and_queue(shell: Shell) -> None:
@@ -134,7 +134,7 @@ def test_old_jobs_are_pruned_by_age_count_lane_and_queue(shell: Shell) -> None:
     assert shell.json("prune", "--keep", "1", "--lane", "mail") == {"deleted": 1}
     assert shell.json("prune", "--keep", "0", "--queue", "x") == {"deleted": 1}
     assert shell.json("prune", "--keep", "0", "--older-than", "1h") == {"deleted": 0}
-    assert sorted(job["id"] for job in shell.ask("list")) == ["c", "y"]
+    assert sorted(job["id"] for job in shell.json("list")) == ["c", "y"]
     assert shell("prune", "--older-than", "0").stdout == "deleted 2 settled jobs\n"
 
 
@@ -168,12 +168,12 @@ def test_what_is_wrong_is_named_in_one_line(
 def test_jobs_are_moved_and_a_second_time_nothing_is(shell: Shell, postgres_database: str) -> None:
     settle(shell, "settled")
     for id in ("one", "two"):
-        shell.ask("enqueue", "mail", json.dumps(id), "--id", id)
+        shell.json("enqueue", "mail", json.dumps(id), "--id", id)
     source = shell.environment["TRIO_WATCHDOG_DATABASE"]
     move = ("migrate", "--from", source, "--to", postgres_database)
     assert shell(*move).stdout == "moved 2 jobs\n"
     assert shell.json(*move) == {"moved": 0, "duplicates": 0, "left": []}
-    assert [job["id"] for job in shell.ask("list")] == ["settled"]
+    assert [job["id"] for job in shell.json("list")] == ["settled"]
     listing = shell.json("list", "--database", postgres_database)
     assert [(job["id"], job["payload"]) for job in listing] == [("two", "two"), ("one", "one")]
 
@@ -182,7 +182,7 @@ def test_the_database_that_is_named_otherwise_is_the_new_one(shell: Shell) -> No
     old = f"sqlite:{shell.folder / 'old.db'}"
     shell("enqueue", "mail", "--id", "one", "--database", old)
     assert shell("migrate", "--from", old).stdout == "moved 1 job\n"
-    assert shell.ask("show", "one")["state"] == "queued"
+    assert shell.json("show", "one")["state"] == "queued"
 
 
 def test_without_a_source_the_tables_are_made_or_checked(shell: Shell) -> None:
@@ -204,8 +204,8 @@ def test_a_worker_in_the_way_is_refused_and_what_stays_is_named(shell: Shell) ->
     new = f"sqlite:{shell.folder / 'new.db'}"
     old = shell.environment["TRIO_WATCHDOG_DATABASE"]
     folder = json.dumps(str(shell.folder))
-    shell.ask("enqueue", "gate", folder, "--id", "one", "--max-recoveries", "1")
-    shell.ask("enqueue", "mail", "1", "--id", "two")
+    shell.json("enqueue", "gate", folder, "--id", "one", "--max-recoveries", "1")
+    shell.json("enqueue", "mail", "1", "--id", "two")
     with shell.start("run", "work:lanes", "--json") as process:
         event(process, "started")
         wait_for((shell.folder / "began").exists)

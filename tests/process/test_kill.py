@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
-
-from tests.process.harness import LEASE, SECOND, World
+from tests.process.harness import LEASE, SECOND, World, at_once, on
 from trio_watchdog import Recovery
 from trio_watchdog._open import open_store
 
@@ -41,10 +39,8 @@ async def in_phases(world: World) -> None:
     await world.line("beat", job="hook", hook=True, worker="a", count=3)
 
 
-@pytest.mark.parametrize("who", ["a_restart", "a_standby"])
-async def test_a_kill_in_any_phase_loses_nothing_and_repeats_no_decision(
-    world: World, who: str
-) -> None:
+@on("sqlite", "postgres", who={"a_restart": "a_restart", "a_standby": "a_standby"})
+async def a_kill_in_any_phase_loses_nothing_and_repeats_no_decision(world: World, who: str) -> None:
     # On the host of an SQLite file a killed owner is known by its lock, and no lease is waited for.
     lease = LONG if world.is_sqlite else LEASE
     if who == "a_standby":
@@ -92,11 +88,11 @@ async def test_a_kill_in_any_phase_loses_nothing_and_repeats_no_decision(
         assert jobs[f"{phase}-next"]["attempt_count"] == 1, phase
 
 
-async def test_an_owner_that_claims_and_dies_while_others_look_is_known_dead_all_the_same(
-    sqlite_world: World,
+@on("sqlite")
+async def an_owner_that_claims_and_dies_while_others_look_is_known_dead_all_the_same(
+    world: World,
 ) -> None:
     # Another store has just read who has claims when this one makes its claim, and dies.
-    world = sqlite_world
     async with open_store(world.url) as other:
         ask, owner = other.ask, None
 
@@ -116,7 +112,8 @@ async def test_an_owner_that_claims_and_dies_while_others_look_is_known_dead_all
         assert await other.dead_owners() == (owner,)
 
 
-async def test_a_kill_without_a_recovery_budget_interrupts_and_frees_the_queue(
+@on("sqlite", "postgres")
+async def a_kill_without_a_recovery_budget_interrupts_and_frees_the_queue(
     world: World,
 ) -> None:
     lease = LONG if world.is_sqlite else LEASE
@@ -140,10 +137,11 @@ async def test_a_kill_without_a_recovery_budget_interrupts_and_frees_the_queue(
     assert jobs["next"]["outcome"] == "completed"
 
 
-async def test_a_job_that_kills_its_worker_each_time_is_given_up_when_its_budget_is_spent(
+@on("sqlite", "postgres")
+async def a_job_that_kills_its_worker_each_time_is_given_up_when_its_budget_is_spent(
     world: World,
 ) -> None:
-    lease = LONG if world.is_sqlite else 1.0
+    lease = LONG if world.is_sqlite else 2.0
     await world.enqueue("poison", ["gate", "never"], queue="q", recovery=Recovery(2))
     await world.enqueue("next", ["beat", 0.02], queue="q")
     for name in "abc":
@@ -158,3 +156,11 @@ async def test_a_job_that_kills_its_worker_each_time_is_given_up_when_its_budget
     assert jobs["poison"]["recovery_count"] == 2
     assert jobs["next"]["outcome"] == "completed"
     assert [run.worker for run in world.ledger.executions(job="poison")] == ["a", "b", "c"]
+
+
+test_who_is_killed = at_once(
+    a_kill_in_any_phase_loses_nothing_and_repeats_no_decision,
+    an_owner_that_claims_and_dies_while_others_look_is_known_dead_all_the_same,
+    a_kill_without_a_recovery_budget_interrupts_and_frees_the_queue,
+    a_job_that_kills_its_worker_each_time_is_given_up_when_its_budget_is_spent,
+)

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import random
-import time
 from collections import Counter
 
 import pytest
 import trio
 
-from tests.process.harness import IS_FULL, Worker, World, out_of_order
+from tests.process.harness import ALONE, IS_FULL, Worker, World, at_once, on, out_of_order
 from trio_watchdog import Job, Recovery
 
 
@@ -35,10 +34,8 @@ def jobs_of(
     return jobs
 
 
-async def test_two_processes_and_2000_jobs_keep_the_order_of_50_queues(
-    sqlite_world: World,
-) -> None:
-    world = sqlite_world
+@on("sqlite")
+async def two_processes_and_2000_jobs_keep_the_order_of_50_queues(world: World) -> None:
     await world.client.enqueue_many(jobs_of(2000, 50, 4, random.Random(1)))
     lanes = [{"name": f"lane{number}", "workers": 4} for number in range(4)]
     workers = [world.launch(name, lanes=lanes, lease=20.0) for name in "ab"]
@@ -80,11 +77,11 @@ async def cancel_at_random(world: World, ids: list[str], dice: random.Random) ->
     return results
 
 
-@pytest.mark.timeout(3600 if IS_FULL else 300)
-async def test_four_processes_keep_order_while_two_of_them_are_killed_again_and_again(
+@on("sqlite", "postgres")
+async def four_processes_keep_order_while_two_of_them_are_killed_again_and_again(
     world: World,
 ) -> None:
-    count, queues = (10_000, 200) if IS_FULL else (1000, 60)
+    count, queues = (10_000, 200) if IS_FULL else (400, 60)
     if world.is_sqlite:
         count, queues = count // 2, queues // 2
     dice = random.Random(3)
@@ -95,7 +92,8 @@ async def test_four_processes_keep_order_while_two_of_them_are_killed_again_and_
         for number in range(4)
     ]
     # On the host of an SQLite file no lease is waited for: a killed owner is known by its lock.
-    config = {"lanes": lanes, "lease": 120.0 if world.is_sqlite else 2.0}
+    lease = {"lease": 3600.0, "heartbeat": 1.0} if world.is_sqlite else ALONE
+    config = {"lanes": lanes, **lease}
     workers: list[Worker] = [world.launch(name, **config) for name in "abcd"]
     cancelled = dice.sample([job.id for job in jobs], count // 20)
     results: dict[str, str] = {}
@@ -106,17 +104,13 @@ async def test_four_processes_keep_order_while_two_of_them_are_killed_again_and_
             results.update(await cancel_at_random(world, cancelled, dice))
 
         await world.ready(*workers)
-        began_at = time.monotonic()
         async with trio.open_nursery() as inner:
             inner.start_soon(cancel)
             await world.settled(seconds=3000 if IS_FULL else 240)
         nursery.cancel_scope.cancel()
-    took = time.monotonic() - began_at
     rows = world.check()
     kills = world.ledger.lines("kills")[0].facts["count"]
-    assert kills >= 2, f"{kills} kills in {took:.1f} s"
-    if world.is_sqlite and not IS_FULL:
-        assert took < 100
+    assert kills >= 2
     assert all(worker.is_running for worker in workers[:2])
 
     assert set(rows) == {job.id for job in jobs}
@@ -140,3 +134,11 @@ async def test_four_processes_keep_order_while_two_of_them_are_killed_again_and_
     assert {
         job.id for job in jobs if job.lane == "lane1" and rows[job.id]["outcome"] == "completed"
     } <= hooks
+
+
+test_many_jobs = pytest.mark.timeout(3600 if IS_FULL else 300)(
+    at_once(
+        two_processes_and_2000_jobs_keep_the_order_of_50_queues,
+        four_processes_keep_order_while_two_of_them_are_killed_again_and_again,
+    )
+)

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Callable
-from pathlib import Path
-
-import pytest
 import trio
 
-from tests.postgres.server import PostgresServer, StopMode
-from tests.process.harness import HEARTBEAT, IS_FULL, LEASE, SECOND, World, open_world
+from tests.postgres.server import StopMode
+from tests.process.harness import ALONE, IS_FULL, SECOND, STALL, World, at_once, on
 from trio_watchdog import Job, Recovery
 
 AWAY = 20.0 if IS_FULL else 10.0
@@ -18,28 +14,19 @@ AWAY = 20.0 if IS_FULL else 10.0
 JOBS = 240
 
 
-@pytest.fixture
-async def server(start_server: Callable[..., PostgresServer]) -> PostgresServer:
-    return start_server()
-
-
-@pytest.fixture
-async def world(server: PostgresServer, tmp_path: Path) -> AsyncGenerator[World]:
-    async with open_world(server.url, tmp_path) as world:
-        yield world
-
-
-@pytest.mark.parametrize(
-    ("mode", "away"),
-    [("kill", 0.0), ("fast", 0.0), ("fast", AWAY)],
-    ids=["killed", "restarted", "away_for_long"],
+@on(
+    "server",
+    how={"killed": ("kill", 0.0), "restarted": ("fast", 0.0), "away_for_long": ("fast", AWAY)},
 )
-async def test_workers_carry_on_by_themselves_when_the_server_comes_back(
-    server: PostgresServer, world: World, mode: StopMode, away: float
+async def workers_carry_on_by_themselves_when_the_server_comes_back(
+    world: World, how: tuple[StopMode, float]
 ) -> None:
+    mode, away = how
+    server = world.server
+    assert server is not None
     many = {"name": "many", "workers": 4, "hook": True}
     own = [{"name": name, "workers": 2} for name in ("short", "long")]
-    short = world.launch("short", lanes=[own[0], many])
+    short = world.launch("short", lanes=[own[0], many], **ALONE)
     long = world.launch("long", lanes=[own[1], many], lease=90.0, heartbeat=1.0)
     await world.ready(short, long)
     await world.enqueue("short", ["gate", "go"], lane="short", recovery=Recovery(1))
@@ -59,7 +46,7 @@ async def test_workers_carry_on_by_themselves_when_the_server_comes_back(
         # No server, no renewal: this one stops by its own clock, long before the server is back.
         end = await world.line("end", job="short")
         assert end.facts["reason"] == "lease_lost"
-        assert end.at < stopped_at + (LEASE + HEARTBEAT) * SECOND
+        assert end.at < stopped_at + (ALONE["lease"] + STALL) * SECOND
         await world.lives_until("long", stopped_at + away * SECOND)
     await trio.to_thread.run_sync(server.start)
     world.ledger.note("start")
@@ -83,3 +70,8 @@ async def test_workers_carry_on_by_themselves_when_the_server_comes_back(
         assert 1 <= len(runs) <= 1 + row["recovery_count"], id
         if row["lane"] == "many":
             assert world.ledger.lines("hooked", job=id, how="returned"), id
+
+
+test_a_server_that_goes_and_comes_back = at_once(
+    workers_carry_on_by_themselves_when_the_server_comes_back,
+)

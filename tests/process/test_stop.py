@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import time
-
-from tests.process.harness import LEASE, World
+from tests.process.harness import LEASE, SECOND, World, at_once, on
 from tests.process.test_kill import HOLD, LANES, LONG, PHASES, enqueue_in_phases, in_phases
 from trio_watchdog import Recovery
 
 RUN = ("-m", "trio_watchdog", "run", "worker:lanes", "--json", "--lease", f"{LEASE}", "--database")
 
 
-async def test_a_drain_with_a_job_in_every_phase_loses_none_and_starts_none(world: World) -> None:
+@on("sqlite", "postgres")
+async def a_drain_with_a_job_in_every_phase_loses_none_and_starts_none(world: World) -> None:
     first = await world.start("a", lanes=LANES, hold=HOLD, lease=6.0)
     await enqueue_in_phases(world, recovery=Recovery(1))
     await in_phases(world)
@@ -44,7 +43,8 @@ async def test_a_drain_with_a_job_in_every_phase_loses_none_and_starts_none(worl
     assert len(world.ledger.executions()) == len(jobs)
 
 
-async def test_an_interrupt_with_a_job_in_every_phase_hands_off_at_no_cost(world: World) -> None:
+@on("sqlite", "postgres")
+async def an_interrupt_with_a_job_in_every_phase_hands_off_at_no_cost(world: World) -> None:
     first = await world.start("a", lanes=LANES, hold=HOLD, lease=LONG)
     await enqueue_in_phases(world, recovery=Recovery(1))
     await in_phases(world)
@@ -75,7 +75,8 @@ async def test_an_interrupt_with_a_job_in_every_phase_hands_off_at_no_cost(world
         assert runs == expected.get(phase, ["a"]), phase
 
 
-async def test_a_drain_of_three_leases_keeps_its_claims_and_a_second_signal_gives_them_back(
+@on("sqlite", "postgres")
+async def a_drain_of_three_leases_keeps_its_claims_and_a_second_signal_gives_them_back(
     world: World,
 ) -> None:
     lanes = [{"name": "work", "workers": 3, "attempts": 5}]
@@ -87,10 +88,9 @@ async def test_a_drain_of_three_leases_keeps_its_claims_and_a_second_signal_give
     first.terminate()
     await world.until(lambda: '"draining"' in first.log, "it does not drain")
     # Its claims have to live through this, renewed by a process that does nothing else any more.
-    drained_at = time.monotonic()
-    while time.monotonic() < drained_at + 3 * LEASE:
-        beats = len(world.ledger.lines("beat", worker="a"))
-        await world.line("beat", worker="a", count=beats + 10)
+    drained_at = world.ledger.note("drained")
+    for id in ("ends", "is_cancelled", "is_handed_off"):
+        await world.lives_until(id, drained_at + 3 * LEASE * SECOND)
     assert len(world.ledger.executions()) == 3
     # A drain of which nobody knows the end can be cut short job by job.
     assert (await world.client.cancel("is_cancelled")).status == "recorded"
@@ -113,3 +113,10 @@ async def test_a_drain_of_three_leases_keeps_its_claims_and_a_second_signal_give
     assert {row["recovery_count"] for row in jobs.values()} == {0}
     assert {row["attempt_count"] for row in jobs.values()} == {1}
     assert len(world.ledger.executions()) == 4
+
+
+test_who_is_told_to_stop = at_once(
+    a_drain_with_a_job_in_every_phase_loses_none_and_starts_none,
+    an_interrupt_with_a_job_in_every_phase_hands_off_at_no_cost,
+    a_drain_of_three_leases_keeps_its_claims_and_a_second_signal_gives_them_back,
+)

@@ -53,6 +53,7 @@ from trio_watchdog import (  # noqa: E402
     RunningJob,
     open_watchdog,
 )
+from trio_watchdog import _rules as rules  # noqa: E402
 from trio_watchdog import _wishes as wishes  # noqa: E402
 from trio_watchdog._open import open_store  # noqa: E402
 from trio_watchdog.testing import FaultyStore  # noqa: E402
@@ -84,6 +85,8 @@ class Config:
     store: dict[str, Any] = field(factory=dict[str, Any])
     """For the store."""
     skew: float = 0.0
+    margin: float | None = None
+    """Seconds by which work stops before its lease ends, in place of a tenth of it."""
     constants: dict[str, float] = field(factory=dict[str, float])
     """``module.NAME`` of the package to another value, where the real one takes too long."""
 
@@ -295,6 +298,13 @@ def set_constants(constants: dict[str, float]) -> None:
         setattr(where, name, value)
 
 
+def set_margin(margin: float) -> None:
+    def lease_margin(lease: float) -> float:
+        return margin
+
+    rules.lease_margin = lease_margin
+
+
 def die_with_parent() -> None:
     """Have the system kill this process, even a frozen one, when the test is gone."""
     if sys.platform == "linux":
@@ -306,6 +316,8 @@ if CONFIG:
     die_with_parent()
     _config = Config(**CONFIG)
     set_constants(_config.constants)
+    if _config.margin is not None:
+        set_margin(_config.margin)
     _doer = Doer(_config)
     lanes = make_lanes(_config, _doer)
 

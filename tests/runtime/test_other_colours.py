@@ -133,7 +133,7 @@ async def test_threads_of_lanes_do_not_wait_for_trios_default_limiter(until):
     async with open_watchdog(":memory:") as watchdog:
         await watchdog.start_lane("mail", handler, workers=60)
         await watchdog.enqueue_many([Job("mail") for _ in range(60)])
-        await until(lambda: len(running) == 60, step=0.01, limit=5)
+        await until(lambda: len(running) == 60, step=0.01, limit=60)
         assert await trio.to_thread.run_sync(lambda: 3) == 3
         assert trio.to_thread.current_default_thread_limiter().borrowed_tokens == 0
         go_on.set()

@@ -29,10 +29,10 @@ def block(seconds: float) -> None:
     time.sleep(seconds)
 
 
-async def test_a_handler_that_blocks_for_three_leases_keeps_its_job(tmp_path, ends):
+async def test_a_handler_that_blocks_for_more_than_a_lease_keeps_its_job(tmp_path, ends):
     async def handler(job: RunningJob):
         deadline = job.cancel_scope.deadline
-        block(1.8)
+        block(3)
         # Its lease was renewed all the time, so it does not find itself cancelled afterwards,
         # not even before the loop has had a chance to look.
         assert not job.cancel_scope.cancel_called
@@ -42,7 +42,8 @@ async def test_a_handler_that_blocks_for_three_leases_keeps_its_job(tmp_path, en
         assert job.cancel_scope.deadline > deadline + 1
         return Complete()
 
-    async with open_watchdog(tmp_path / "jobs.db", lease=0.6, heartbeat=0.1) as watchdog:
+    # It may stand still for two seconds besides, for the machine may be busy.
+    async with open_watchdog(tmp_path / "jobs.db", lease=2.5, heartbeat=0.2) as watchdog:
         await watchdog.start_lane("mail", handler)
         await watchdog.enqueue(Job("mail", id="x"))
         settled = await watchdog.wait_settled("x")
@@ -59,7 +60,7 @@ async def test_a_block_is_reported_with_job_lane_duration_and_stack(tmp_path, ca
 
             nursery.start_soon(child)
 
-    async with open_watchdog(tmp_path / "jobs.db", stall_warning=0.2) as watchdog:
+    async with open_watchdog(tmp_path / "jobs.db", stall_warning=0.1) as watchdog:
         await watchdog.start_lane("mail", handler)
         await watchdog.enqueue(Job("mail", id="x"))
         await watchdog.wait_settled("x")
@@ -67,11 +68,11 @@ async def test_a_block_is_reported_with_job_lane_duration_and_stack(tmp_path, ca
         await trio.sleep(0.1)
     reports = [record for record in caplog.records if "has blocked" in record.getMessage()]
     of_job = [record for record in reports if record.__dict__["job"] == "x"]
-    # At growing intervals, not at every look.
-    assert 1 <= len(of_job) <= 3
+    # At growing intervals, not at every look, which would be ten times.
+    assert 1 <= len(of_job) <= 6
     assert "job 'x' of lane 'mail' has blocked the event loop for" in of_job[0].getMessage()
     assert "block(1.0)" in of_job[0].getMessage()
-    assert of_job[0].__dict__["duration"] >= 0.2
+    assert of_job[0].__dict__["duration"] >= 0.1
     of_program = [record for record in reports if record.__dict__["job"] is None]
     assert "task" in of_program[0].getMessage()
 
@@ -101,12 +102,12 @@ async def test_a_cancel_through_another_store_reaches_the_handler_quickly(tmp_pa
         await trio.sleep_forever()
 
     async with (
-        open_watchdog(tmp_path / "jobs.db") as watchdog,
-        open_client(tmp_path / "jobs.db") as client,
+        open_watchdog(tmp_path / "jobs.db", lease=90, heartbeat=30, poll=60) as watchdog,
+        open_client(tmp_path / "jobs.db", poll=60) as client,
     ):
         await watchdog.start_lane("mail", handler)
         await client.enqueue(Job("mail", id="x"))
-        with trio.fail_after(2):
+        with trio.fail_after(20):
             await started.wait()
             await client.cancel("x")
             assert (await client.wait_settled("x")).outcome == "cancelled"
@@ -114,11 +115,11 @@ async def test_a_cancel_through_another_store_reaches_the_handler_quickly(tmp_pa
 
 async def test_renewal_errors_are_retried_from_the_thread(tmp_path, ends):
     async def handler(job: RunningJob):
-        await trio.sleep(1.5)
+        await trio.sleep(3.5)
 
     async with open_store(tmp_path / "jobs.db") as inner:
         store = FaultyStore(inner)
-        async with open_watchdog(store, lease=0.9, heartbeat=0.1) as watchdog:
+        async with open_watchdog(store, lease=3, heartbeat=0.2) as watchdog:
             await watchdog.start_lane("mail", handler)
             fault = store.fail("renew", times=3)
             await watchdog.enqueue(Job("mail", id="x"))
@@ -126,7 +127,7 @@ async def test_renewal_errors_are_retried_from_the_thread(tmp_path, ends):
             assert fault.struck == 3
             age = watchdog.statistics().renewal_age
             assert age is not None
-            assert 0 <= age < 0.9
+            assert 0 <= age < 3
 
 
 async def test_a_lost_claim_cancels_the_handler(tmp_path, ends, until):
@@ -145,7 +146,7 @@ async def test_a_lost_claim_cancels_the_handler(tmp_path, ends, until):
             listeners, store.on_change[:] = list(store.on_change), []
             assert (await store.hand_off("x", job.token)).status == "queued"
             store.on_change[:] = listeners
-            await until(lambda: ends.of("x"), step=0.01, limit=2)
+            await until(lambda: ends.of("x"), step=0.01, limit=20)
             watchdog.interrupt()
     assert ends.causes("x")[0] == "lease_lost"
 
@@ -162,7 +163,7 @@ async def test_a_renewal_that_finds_the_store_rotten_ends_the_block(tmp_path):
                 await watchdog.start_lane("mail", handler)
                 await watchdog.enqueue(Job("mail", id="x"))
                 store.fail("renew", times=None, error=StoreInvalid("the file is malformed"))
-                with trio.fail_after(5):
+                with trio.fail_after(60):
                     await trio.sleep_forever()
 
         with pytest.raises(StoreInvalid, match="malformed"):
@@ -172,15 +173,18 @@ async def test_a_renewal_that_finds_the_store_rotten_ends_the_block(tmp_path):
 
 
 async def test_a_stop_during_a_block_still_hands_off(tmp_path):
+    started = trio.Event()
+
     async def handler(job: RunningJob):
-        block(1.0)
+        started.set()
+        block(3)
         await trio.sleep_forever()
 
     path = tmp_path / "jobs.db"
-    async with open_watchdog(path, lease=0.6, heartbeat=0.1, grace=0.1) as watchdog:
+    async with open_watchdog(path, lease=2.5, heartbeat=0.2, grace=0.1) as watchdog:
         await watchdog.start_lane("mail", handler)
         await watchdog.enqueue(Job("mail", id="x"))
-        await trio.sleep(0.05)
+        await started.wait()
     async with open_client(path) as client:
         assert isinstance(await client.read("x"), QueuedJob)
 

@@ -151,7 +151,7 @@ class SteppedSession(Session):
         connection = await super()._connect()
         self._plans = Prepared()
         await connection.execute(settings(is_local=False).encode())
-        await connection.execute("set lock_timeout = '5s'")
+        await connection.execute("set lock_timeout = '60s'")
         return connection
 
     async def execute(

@@ -11,6 +11,9 @@ import trio
 from tests.process.harness import ALONE, IS_FULL, Worker, World, at_once, on, out_of_order
 from trio_watchdog import Job, Recovery
 
+KILLS = 4
+"""At least, however quick the jobs are."""
+
 
 def jobs_of(
     count: int, queues: int, lanes: int, dice: random.Random, **fields: object
@@ -53,7 +56,10 @@ async def two_processes_and_2000_jobs_keep_the_order_of_50_queues(world: World) 
 
 
 async def kill_and_restart(world: World, victims: list[str], dice: random.Random, **config) -> int:
-    """Until cancelled, kill one of the victims and start it again; one after the other."""
+    """Until cancelled, kill one of the victims and start it again; one after the other.
+
+    After a few kills the gate is opened, so that there is something to do until then.
+    """
     kills = 0
     workers = {worker.name: worker for worker in world.workers}
     try:
@@ -63,6 +69,8 @@ async def kill_and_restart(world: World, victims: list[str], dice: random.Random
             await trio.sleep(dice.uniform(0.05, 0.4))
             workers[name].kill()
             kills += 1
+            if kills == KILLS:
+                world.open("go")
             workers[name] = world.launch(name, **config)
     finally:
         world.ledger.note("kills", count=kills)
@@ -86,6 +94,12 @@ async def four_processes_keep_order_while_two_of_them_are_killed_again_and_again
         count, queues = count // 2, queues // 2
     dice = random.Random(3)
     jobs = jobs_of(count, queues, 4, dice, recovery=Recovery(1000))
+    cancelled = dice.sample([job.id for job in jobs], count // 20)
+    fields = {"priority": 9, "recovery": Recovery(1000)}
+    jobs += [
+        Job(f"lane{n % 4}", {"steps": [["gate", "go"]]}, id=f"gate{n}", queue=f"queue{n}", **fields)
+        for n in range(8)
+    ]
     await world.client.enqueue_many(jobs)
     lanes = [
         {"name": f"lane{number}", "attempts": 1000, "delay": 0.01, "hook": number == 1}
@@ -95,7 +109,6 @@ async def four_processes_keep_order_while_two_of_them_are_killed_again_and_again
     lease = {"lease": 3600.0, "heartbeat": 1.0} if world.is_sqlite else ALONE
     config = {"lanes": lanes, **lease}
     workers: list[Worker] = [world.launch(name, **config) for name in "abcd"]
-    cancelled = dice.sample([job.id for job in jobs], count // 20)
     results: dict[str, str] = {}
     async with trio.open_nursery() as nursery:
         nursery.start_soon(lambda: kill_and_restart(world, ["c", "d"], dice, **config))
@@ -110,7 +123,7 @@ async def four_processes_keep_order_while_two_of_them_are_killed_again_and_again
         nursery.cancel_scope.cancel()
     rows = world.check()
     kills = world.ledger.lines("kills")[0].facts["count"]
-    assert kills >= 2
+    assert kills >= KILLS
     assert all(worker.is_running for worker in workers[:2])
 
     assert set(rows) == {job.id for job in jobs}

@@ -376,14 +376,16 @@ async def test_a_check_fails_on_a_store_that_breaks_its_promise() -> None:
             return self._open(options)
 
     failed: list[str] = []
-    for check in testing.STORE_CHECKS:
+    # But for those that draw whole histories, which take a while each.
+    checks = [c for c in testing.STORE_CHECKS if not c.__module__.endswith("_checks_whole")]
+    for check in checks:
         if not missing_capabilities(check, Makers()):
             try:
                 await check(Makers())
             except Exception:
                 failed.append(check.__name__)
     assert "many_are_admitted_in_order_or_none_at_all" in failed
-    assert len(failed) < len(testing.STORE_CHECKS) / 2
+    assert len(failed) < len(checks) / 2
 
 
 # -- lanes under test -----------------------------------------------------------------------------

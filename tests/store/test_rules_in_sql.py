@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sqlite3
 from collections.abc import Iterator
 from typing import Any
@@ -31,8 +32,10 @@ from trio_watchdog._rules import ClaimFacts, Settle
 from trio_watchdog._sqlite import Engine, prepare
 from trio_watchdog.testing import DurableClock, broken_rows
 
+IS_FULL = os.environ.get("WATCHDOG_TEST_FULL", "0") not in ("", "0")
+
 agree = settings(
-    max_examples=200,
+    max_examples=200 if IS_FULL else 100,
     deadline=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
@@ -520,7 +523,7 @@ LEGAL: tuple[dict[str, Any], ...] = (
 )
 
 
-@settings(agree, max_examples=600)
+@settings(agree, max_examples=600 if IS_FULL else 300)
 @given(row=any_rows())
 def test_the_database_the_reader_and_the_invariants_agree_on_the_grammar(
     table: Table, row: dict[str, Any]

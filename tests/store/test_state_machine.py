@@ -494,7 +494,7 @@ def test_no_history_tells_the_engine_from_the_model(kind: type[History]) -> None
     run_state_machine_as_test(
         kind,
         settings=settings(
-            max_examples=int(os.environ.get("WATCHDOG_EXAMPLES", "120")),
+            max_examples=int(os.environ.get("WATCHDOG_EXAMPLES", "80")),
             stateful_step_count=40,
             deadline=None,
             suppress_health_check=list(HealthCheck),

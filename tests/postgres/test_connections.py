@@ -508,6 +508,7 @@ async def test_too_many_connections_are_waited_out(
             await store.read("x")
             error = await ends(lambda: store.claim("l", "t"), PROMPT)
             assert "too many clients" in str(error)
+            assert "use fewer processes, or a pooler" in str(error)
         await is_back(store)
 
 

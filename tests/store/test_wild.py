@@ -25,6 +25,7 @@ from trio.testing import MockClock
 from trio_watchdog import (
     Job,
     Outcome,
+    Recovery,
     RunningJob,
     SettledJob,
     StoreInvalid,
@@ -33,6 +34,7 @@ from trio_watchdog import (
     open_watchdog,
 )
 from trio_watchdog import _sqlite as sqlite
+from trio_watchdog import _wishes as w
 from trio_watchdog._open import open_store
 from trio_watchdog._rules import Settle
 from trio_watchdog._sqlite_file import NETWORK_FILE_SYSTEMS, Place, file_system, file_system_among
@@ -389,11 +391,11 @@ def edit(path: Path, what: str) -> None:
         connection.commit()
 
 
-def value(path: Path, column: str) -> Any:
-    """What the third job has there."""
+def value(path: Path, column: str, sequence: int = 3) -> Any:
+    """What a job, by itself the third, has there."""
     with closing(sqlite3.connect(path)) as connection:
-        query = f"select {column} from watchdog_jobs where sequence = 3"
-        return connection.execute(query).fetchone()[0]
+        query = f"select {column} from watchdog_jobs where sequence = ?"
+        return connection.execute(query, (sequence,)).fetchone()[0]
 
 
 async def test_what_is_asked_of_a_row_made_nonsense_names_it_and_the_doctor(path: Path) -> None:
@@ -430,6 +432,70 @@ async def test_a_queue_waits_behind_a_row_made_nonsense_until_it_is_put_right(pa
         for id in ("0", "1"):
             assert (await watchdog.wait_settled(id)).outcome == Outcome.COMPLETED
     check_invariants(path)
+
+
+async def test_a_row_made_nonsense_while_its_job_runs_ends_the_block_and_not_the_next_one(
+    path: Path,
+) -> None:
+    async def spoiling(job: RunningJob) -> None:
+        edit(path, "priority = 'high' where id = '0'")
+
+    with pytest.raises(StoreInvalid, match="the row of job '0' breaks the rules of its table"):
+        async with open_watchdog(path) as watchdog:
+            await watchdog.start_lane("a", spoiling)
+            await watchdog.enqueue(Job("a", id="0", recovery=Recovery(5)))
+            await trio.sleep_forever()
+    assert value(path, "state", 1) == "running"
+    edit(path, "lease_until = 0 where id = '0'")
+    async with open_watchdog(path) as watchdog:
+        await watchdog.start_lane("a", nothing)
+        for _ in range(2):
+            job = Job("a")
+            await watchdog.enqueue(job)
+            assert (await watchdog.wait_settled(job.id)).outcome == Outcome.COMPLETED
+    assert value(path, "state", 1) == "running"
+
+
+SPOILED = ("priority = 'high'", "reason = 'because'")
+"""What breaks the rules of types, and those of states: few updates get past either."""
+
+
+@pytest.mark.parametrize("spoiled", SPOILED)
+async def test_claims_are_renewed_beside_a_row_made_nonsense(path: Path, spoiled: str) -> None:
+    async with open_store(path) as store:
+        for id in ("0", "1"):
+            await store.enqueue(Job("a", id=id))
+            await store.claim("a", f"t{id}")
+        edit(path, f"{spoiled} where id = '0'")
+        answers = await store.submit(w.Renew("0", "t0", 60_000), w.Renew("1", "t1", 60_000))
+        # Asked again until the lease is over, as a row that somebody's transaction holds.
+        assert [answer.status for answer in answers] == ["locked", "held"]
+
+
+@pytest.mark.parametrize("spoiled", SPOILED)
+async def test_a_job_settles_in_front_of_a_row_made_nonsense(path: Path, spoiled: str) -> None:
+    async with open_store(path) as store:
+        await store.enqueue(Job("a", id="0", queue="q"))
+        await store.claim("a", "t")
+        await store.enqueue(Job("a", id="1", queue="q"))
+        edit(path, f"{spoiled} where id = '1'")
+        assert (await store.decide("0", "t", DONE)).status == "recorded"
+
+
+@pytest.mark.parametrize("spoiled", SPOILED)
+async def test_deferred_and_blocked_rows_made_nonsense_are_in_no_claims_way(
+    path: Path, spoiled: str
+) -> None:
+    async with open_store(path) as store:
+        await store.enqueue_many([Job("a", id=f"{n}") for n in range(2)])
+        await store.enqueue_many([Job("a", id=f"q{n}", queue="q") for n in range(3)])
+        edit(path, "hint = 'deferred', not_before = 1 where id in ('0', '1')")
+        edit(path, "hint = 'ready' where queue = 'q'")
+        edit(path, f"{spoiled} where id in ('0', 'q1')")
+        claimed = [(await store.claim("a", f"t{n}")).job for n in range(3)]
+        # By its priority the spoiled row is first in its queue now: text goes before numbers.
+        second = None if "priority" in spoiled else "q0"
+        assert sorted(f"{job and job.id}" for job in claimed) == sorted(["1", f"{second}", "None"])
 
 
 async def test_a_completion_behind_a_row_made_nonsense_is_taken_over(path: Path) -> None:

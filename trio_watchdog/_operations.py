@@ -559,7 +559,14 @@ def _claim_in_lanes(
             return
         by_token = {wishes[index].token: index for index in lanes}
         requests = [
-            (lane, wish.token, wish.owner, wish.lease, int(wish.counts))
+            (
+                lane,
+                # Here, since the statement passes over a row that the checks refuse.
+                check_text(wish.token, "token"),
+                check_text(wish.owner, "owner"),
+                wish.lease,
+                int(wish.counts),
+            )
             for index, lane in lanes.items()
             for wish in [wishes[index]]
         ]

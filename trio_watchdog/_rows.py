@@ -26,6 +26,9 @@ from ._rules import ClaimFacts, State
 
 Row = Sequence[Any]
 
+ATTEMPT_LIMIT = PRIORITY_LIMIT - 1
+"""One more is still a count."""
+
 FACT_COLUMNS = (
     "id, queue, lane, state, token, lease_until, cancellation_id, outcome, reason,"
     " attempt_count, attempt_open, recovery_count, window_began_at,"
@@ -110,7 +113,7 @@ def _stored_job(row: Row) -> StoredJob:
             None if cancellation_id is None else check_text(cancellation_id, "cancellation_id")
         ),
         "recovery_count": check_integer(recovery_count, "recovery_count", 0, 2**63 - 1),
-        "attempt_count": check_integer(attempt_count, "attempt_count", 0, 2**63 - 1),
+        "attempt_count": check_integer(attempt_count, "attempt_count", 0, ATTEMPT_LIMIT),
     }
     match state:
         case "queued":
@@ -192,7 +195,7 @@ def claim_facts(row: Row) -> ClaimFacts:
             cancellation_id=row[6],
             outcome=None if row[7] is None else Outcome(row[7]),
             reason=row[8],
-            attempt_count=check_integer(row[9], "attempt_count", 0, 2**63 - 1),
+            attempt_count=check_integer(row[9], "attempt_count", 0, ATTEMPT_LIMIT),
             attempt_open=bool(row[10]),
             recovery_count=check_integer(row[11], "recovery_count", 0, 2**63 - 1),
             window_began_at=_optional_integer(row[12], "window_began_at"),

@@ -604,8 +604,8 @@ _CLAIMABLE = (
 )
 
 _CLAIM_SET = """update {or_ignore} {jobs} as j set state = 'running', hint = null, token = c.token,
-    owner = c.owner, lease_until = {lease_now} + c.lease,
-    attempt_count = j.attempt_count + c.counts, attempt_open = c.counts"""
+    owner = c.owner, lease_until = {lease_now} + c.lease, attempt_open = c.counts,
+    attempt_count = {least}(j.attempt_count, {priority_limit}) + c.counts"""
 
 # Differs by necessity: SQLite has no LATERAL, but a correlated subquery may be an array.
 _CLAIM_SQLITE = (

@@ -352,9 +352,10 @@ NONSENSE: dict[str, tuple[str, tuple[str, str | None]]] = {
     "recoveries": ("max_recoveries = -1", FAILS),
     "a window without recoveries": ("recovery_window = 5", FAILS),
     "a window of nothing": ("max_recoveries = 1, recovery_window = 0", FAILS),
+    "attempts beyond": ("attempt_count = 9223372036854775807", FAILS),
+    "text for attempts": ("attempt_count = 'many'", FAILS),
     # What it was made into is overwritten by whoever comes next.
     "a token": ("token = 'x'", ("settled", "completed")),
-    "text for attempts": ("attempt_count = 'many'", ("settled", "completed")),
     "a cancellation": ("cancellation_id = ''", ("settled", "cancelled")),
 }
 

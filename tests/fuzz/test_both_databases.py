@@ -115,7 +115,7 @@ async def said(client: Client, kind: str, about: Any) -> Any:
     return gist(answer)
 
 
-@examples(25)
+@examples(15)
 @given(asked=st.lists(questions, min_size=1, max_size=8))
 def test_both_databases_say_the_same(server: str, asked: list[tuple[str, Any]]) -> None:
     schema = f"fuzz_{secrets.token_hex(6)}"

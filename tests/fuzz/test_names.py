@@ -69,7 +69,7 @@ names = st.one_of(
 )
 
 
-@examples(100)
+@examples(60)
 @given(name=names)
 def test_any_database_is_opened_or_refused(name: str) -> None:
     assume(not name.startswith(("postgres:", "postgresql:")))
@@ -99,7 +99,7 @@ servers = st.one_of(
 )
 
 
-@examples(300)
+@examples(180)
 @given(url=servers)
 def test_any_url_of_a_server_is_understood_or_refused_without_its_password(url: str) -> None:
     try:
@@ -150,7 +150,7 @@ lines = st.builds(
 )
 
 
-@examples(150)
+@examples(90)
 @given(line=st.one_of(lines, st.lists(words, max_size=4)))
 def test_any_command_line_ends_with_a_code_and_at_most_one_complaint(line: list[str]) -> None:
     assume(not any("postgres" in word for word in line))

@@ -77,7 +77,7 @@ async def accept(ask: Callable[[], Awaitable[Any]]) -> None:
         assert "\n" not in str(error)
 
 
-@examples(100)
+@examples(60)
 @given(data=st.data())
 def test_any_argument_is_answered_or_refused(data: st.DataObject) -> None:
     async def main() -> None:
@@ -91,7 +91,7 @@ def test_any_argument_is_answered_or_refused(data: st.DataObject) -> None:
     trio.run(main)
 
 
-@examples(60)
+@examples(35)
 @given(
     names=st.lists(texts, min_size=5, max_size=5),
     payload=anything,
@@ -263,7 +263,7 @@ class World:
             self.ask(wish)
 
 
-@examples(120)
+@examples(70)
 @given(
     id=st.sampled_from(["r", "c", "s", "x", "behind", "d", "k"]),
     cells=st.dictionaries(st.sampled_from(COLUMNS), cells, min_size=1, max_size=3),

@@ -62,7 +62,7 @@ def refused_or_made(make: Any) -> Any:
 # -- jobs and policies ----------------------------------------------------------------------------
 
 
-@examples(200)
+@examples(120)
 @given(payload=anything)
 def test_any_payload_is_json_or_refused(payload: Any) -> None:
     job = refused_or_made(lambda: Job("a", payload))
@@ -73,7 +73,7 @@ def test_any_payload_is_json_or_refused(payload: Any) -> None:
     assert converter.structure(through_json(converter.unstructure(job)), Job) == job
 
 
-@examples(150)
+@examples(90)
 @given(
     lane=st.one_of(texts, anything),
     queue=st.one_of(texts, anything),
@@ -96,7 +96,7 @@ def test_any_job_is_made_or_refused(**fields: Any) -> None:
     assert converter.structure(through_json(converter.unstructure(job)), Job) == job
 
 
-@examples(150)
+@examples(90)
 @given(data=st.data())
 def test_any_policy_is_made_or_refused_and_never_gives_nonsense(data: st.DataObject) -> None:
     numeric = st.one_of(numbers, anything)
@@ -146,7 +146,7 @@ def exceptions() -> st.SearchStrategy[BaseException]:
     )
 
 
-@examples(150)
+@examples(90)
 @given(error=exceptions())
 def test_any_exception_gives_a_legal_reason(error: BaseException) -> None:
     reason = rules.failure_reason(error, KeyboardInterrupt)
@@ -156,13 +156,13 @@ def test_any_exception_gives_a_legal_reason(error: BaseException) -> None:
     Fail(reason)
 
 
-@examples(100)
+@examples(60)
 @given(text=texts)
 def test_any_text_can_be_cut_to_a_legal_reason(text: str) -> None:
     Fail(rules.cut(text))
 
 
-@examples(100)
+@examples(60)
 @given(value=anything)
 def test_anything_can_be_shown_in_a_message(value: Any) -> None:
     text = shown(value)
@@ -173,7 +173,7 @@ def test_anything_can_be_shown_in_a_message(value: Any) -> None:
 # -- cursors, rows of a SELECT --------------------------------------------------------------------
 
 
-@examples(150)
+@examples(90)
 @given(
     after=st.one_of(
         anything,
@@ -192,7 +192,7 @@ def test_any_cursor_is_read_or_refused(after: Any) -> None:
 COLUMNS = ("lane", "payload", "queue", "id", "priority", "not_before", "recovery")
 
 
-@examples(200)
+@examples(120)
 @given(
     row=st.one_of(
         st.dictionaries(st.sampled_from([*COLUMNS, "max_recoveries", "window"]), anything),
@@ -228,7 +228,7 @@ ROOTS = (Finding, StoredJob, *PUBLIC)
 
 
 @pytest.mark.parametrize("cls", ROOTS, ids=lambda cls: getattr(cls, "__name__", "StoredJob"))
-@examples(40)
+@examples(15)
 @given(data=st.data())
 def test_any_json_is_a_value_or_refused(cls: Any, data: st.DataObject) -> None:
     names = sorted({f.name for c in (get_args(cls) or (cls,)) for f in fields(c)})
@@ -283,7 +283,7 @@ def jobs_of_a_store() -> tuple[st.SearchStrategy[Any], st.SearchStrategy[Any]]:
 unsettled_jobs, settled_jobs = jobs_of_a_store()
 
 
-@examples(40)
+@examples(25)
 @given(
     job=unsettled_jobs,
     settled=settled_jobs,
@@ -317,7 +317,7 @@ def test_every_value_goes_through_json_and_back(
 # -- names in SQL, passwords ----------------------------------------------------------------------
 
 
-@examples(100)
+@examples(60)
 @given(schema=st.text(st.characters(exclude_characters="\0"), min_size=1, max_size=63))
 def test_any_schema_name_is_quoted_so_that_it_stays_a_name(schema: str) -> None:
     table = Dialect("postgres", schema).table("jobs")
@@ -332,7 +332,7 @@ def test_any_schema_name_is_quoted_so_that_it_stays_a_name(schema: str) -> None:
     assert name.replace("_", "").isalnum()
 
 
-@examples(150)
+@examples(90)
 @given(
     password=st.text(st.characters(exclude_categories=["Cs", "Z", "Cc"]), min_size=6, max_size=20),
     rest=st.sampled_from(["host/db", "h:5432/db?x=1", "a,b/db", "[::1]/db"]),

@@ -22,7 +22,7 @@ from attrs import evolve
 
 from . import _wishes as wishes
 from ._doctor import Finding, examine, explain
-from ._errors import StoreInvalid, WatchdogError
+from ._errors import InvalidJob, StoreInvalid, WatchdogError, shown
 from ._identity import fresh_token
 from ._model import (
     Admission,
@@ -35,6 +35,7 @@ from ._model import (
     StoredJob,
     WakeState,
     check_instant,
+    check_reason,
     check_seconds,
     check_text,
     to_milliseconds,
@@ -109,7 +110,7 @@ class Client:
 
     async def read(self, id: str) -> StoredJob | None:
         """The job as it is now, or None; what it is tells its state."""
-        return await self._ask(wishes.Read(id))
+        return await self._ask(wishes.Read(check_text(id, "id")))
 
     async def cancel(
         self, id: str, *, cancellation_id: str | None = None, only_if_queued: bool = False
@@ -120,7 +121,9 @@ class Client:
         whichever host it runs. Asking again with the same ``cancellation_id`` changes nothing and
         says ``replayed``; without one, each call is a wish of its own.
         """
-        wish = wishes.Cancel(id, cancellation_id or fresh_token(), only_if_queued)
+        check_text(id, "id")
+        token = fresh_token() if cancellation_id is None else cancellation_id
+        wish = wishes.Cancel(id, check_text(token, "cancellation_id"), bool(only_if_queued))
         result = await self._ask(wish)
         if result.status == "replayed" and cancellation_id is None:
             # Nobody else knows the id: the first answer was lost on its way.
@@ -129,11 +132,11 @@ class Client:
 
     async def read_queue_head(self, queue: str) -> QueueHead:
         """The job that goes first in the queue, and whether it runs."""
-        return await self._ask(wishes.ReadQueueHead(queue))
+        return await self._ask(wishes.ReadQueueHead(check_text(queue, "queue")))
 
     async def read_latest_settled(self, queue: str) -> SettledJob | None:
         """The job of the queue that settled last, or None."""
-        return await self._ask(wishes.ReadLatestSettled(queue))
+        return await self._ask(wishes.ReadLatestSettled(check_text(queue, "queue")))
 
     async def read_settled(
         self, limit: int = 256, after: str | None = None, lane: str | None = None
@@ -152,6 +155,13 @@ class Client:
         limit: int = 100,
     ) -> list[StoredJob]:
         """Up to ``limit`` jobs for a listing, newest first: of one state, lane or queue, or all."""
+        if state not in (None, "queued", "running", "completing", "settled"):
+            raise InvalidJob(
+                f"state is {shown(state)}; queued, running, completing and settled are allowed"
+            )
+        for value, name in ((lane, "lane"), (queue, "queue")):
+            if value is not None:
+                check_text(value, name)
         return await self._ask(wishes.ReadJobs(state, lane, queue, limit))
 
     async def count_jobs(self) -> list[tuple[str, str, str | None, int]]:
@@ -163,11 +173,11 @@ class Client:
 
         Handlers of those that run are cancelled, and can record nothing.
         """
-        return await self._ask(wishes.FailLane(lane, reason))
+        return await self._ask(wishes.FailLane(check_text(lane, "lane"), check_reason(reason)))
 
     async def purge_queue(self, queue: str) -> int:
         """Delete the queue's queued jobs; says how many."""
-        return await self._ask(wishes.PurgeQueue(queue))
+        return await self._ask(wishes.PurgeQueue(check_text(queue, "queue")))
 
     async def prune(
         self,
@@ -217,6 +227,7 @@ class Client:
 
         Raises `StoreInvalid` if there is no job of this id.
         """
+        check_text(id, "id")
         return await self._riding_out(lambda: explain(self._store, id))
 
     async def wake_state(self, now: datetime | None = None) -> WakeState:
@@ -244,7 +255,7 @@ class Client:
 
 def _checked(job: Job) -> Job:
     if not isinstance(cast("object", job), Job):
-        raise TypeError(f"{job!r:.80} is not a Job")
+        raise TypeError(f"{shown(job)} is not a Job")
     return job
 
 

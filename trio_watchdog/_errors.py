@@ -7,7 +7,7 @@
     ├── StoreInvalid                  store_invalid         the database holds or was given nonsense
     │   ├── InvalidJob (ValueError)                         a value breaks a limit
     │   └── JobConflict                                     the id is taken by a different job
-    ├── ClaimUnavailable              claim_unavailable     a claim could not be made or kept
+    ├── ClaimUnavailable              claim_unavailable     a claim could not be kept
     ├── ExecutionFailed               execution_failed      a handler could not be run at all
     ├── SettlementRejected            settlement_rejected   a projector or hook refused a transition
     ├── WakeUnavailable               wake_unavailable      change detection does not work
@@ -68,7 +68,10 @@ class JobConflict(StoreInvalid):
 
 
 class ClaimUnavailable(WatchdogError):
-    """A claim could not be made, or is no longer ours."""
+    """A claim is no longer ours.
+
+    Logged, as the record's first argument, and never raised: the supervisor decides about the job.
+    """
 
     kind = "claim_unavailable"
 
@@ -86,12 +89,18 @@ class SettlementRejected(WatchdogError):
 
 
 class WakeUnavailable(WatchdogError):
-    """Changes made elsewhere cannot be noticed except by the slow poll."""
+    """Changes made elsewhere cannot be noticed except by the slow poll.
+
+    Logged, as the record's first argument, and never raised: work goes on, and so do the attempts.
+    """
 
     kind = "wake_unavailable"
 
 
 class LivenessUnavailable(WatchdogError):
-    """``is_alive`` raised, so nothing was decided about the claim."""
+    """``is_alive`` raised, so nothing was decided about the claim.
+
+    Logged, as the record's first argument, and never raised: it is asked again later.
+    """
 
     kind = "liveness_unavailable"

@@ -1097,14 +1097,15 @@ def _completed(conninfo: str) -> str:
         "application_name": "trio_watchdog",
         **TCP_DEFAULTS,
     }
-    try:
+    parameters: Mapping[str, Any] | None = None
+    with suppress(psycopg.Error, UnicodeError):
         parameters = conninfo_to_dict(conninfo)
-    except psycopg.Error:
-        # Without libpq's own words, which may quote a part of the password.
+    if parameters is None:
+        # Without the original error, which may quote a part of the password.
         raise ValueError(
             "database is no valid postgresql:// URL; in its user and password all characters but"
             " letters, digits and -._~ are to be percent-encoded"
-        ) from None
+        )
     return make_conninfo("", **{**defaults, **parameters, "client_encoding": "UTF8"})
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import psycopg
 
 from ._errors import StoreInvalid, StoreUnavailable, WatchdogError
@@ -29,6 +31,14 @@ _ADVICE = {
 }
 
 
+_CONNECTING = {
+    r'database ".*" does not exist': "create the database first",
+    r"password authentication failed|no password supplied": "check user and password in the URL",
+    r"too many (clients|connections)|connection slots": "use fewer processes, or a pooler",
+}
+"""What went wrong while connecting has no SQLSTATE, only words; these are the common ones."""
+
+
 def store_error(error: psycopg.Error, doing: str) -> WatchdogError:
     """The project's error for one of psycopg's: unavailable if waiting may help, else invalid."""
     state = error.sqlstate or ""
@@ -41,6 +51,10 @@ def store_error(error: psycopg.Error, doing: str) -> WatchdogError:
     text = " ".join(str(error).split())
     if state in _ADVICE:
         text += f"; {_ADVICE[state]}"
+    elif not state:
+        text += "".join(
+            f"; {advice}" for words, advice in _CONNECTING.items() if re.search(words, text)
+        )
     kind = StoreUnavailable if is_unavailable else StoreInvalid
     if isinstance(error, psycopg.errors.LockNotAvailable):
         kind = Locked

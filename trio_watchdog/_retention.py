@@ -6,7 +6,7 @@ from collections.abc import Awaitable, Callable
 
 from attrs import field, frozen
 
-from ._errors import InvalidJob
+from ._errors import InvalidJob, shown
 from ._model import (
     PRIORITY_LIMIT,
     check_integer,
@@ -48,7 +48,7 @@ class Retention:
             check_integer(self.keep, "keep", 0, PRIORITY_LIMIT)
         if self.lane is not None and self.queue is not None:
             raise InvalidJob(
-                f"lane {self.lane!r:.80} and queue {self.queue!r:.80} are both given;"
+                f"lane {shown(self.lane)} and queue {shown(self.queue)} are both given;"
                 " name one of them, or neither for all jobs"
             )
         for name in ("lane", "queue"):

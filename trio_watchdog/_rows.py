@@ -26,6 +26,9 @@ from ._rules import ClaimFacts, State
 
 Row = Sequence[Any]
 
+ATTEMPT_LIMIT = PRIORITY_LIMIT - 1
+"""One more is still a count."""
+
 FACT_COLUMNS = (
     "id, queue, lane, state, token, lease_until, cancellation_id, outcome, reason,"
     " attempt_count, attempt_open, recovery_count, window_began_at,"
@@ -110,7 +113,7 @@ def _stored_job(row: Row) -> StoredJob:
             None if cancellation_id is None else check_text(cancellation_id, "cancellation_id")
         ),
         "recovery_count": check_integer(recovery_count, "recovery_count", 0, 2**63 - 1),
-        "attempt_count": check_integer(attempt_count, "attempt_count", 0, 2**63 - 1),
+        "attempt_count": check_integer(attempt_count, "attempt_count", 0, ATTEMPT_LIMIT),
     }
     match state:
         case "queued":
@@ -188,18 +191,30 @@ def claim_facts(row: Row) -> ClaimFacts:
             lane=row[2],
             state=_state(row[3]),
             token=row[4],
-            lease_until=row[5],
+            lease_until=_optional_integer(row[5], "lease_until"),
             cancellation_id=row[6],
             outcome=None if row[7] is None else Outcome(row[7]),
             reason=row[8],
-            attempt_count=row[9],
+            attempt_count=check_integer(row[9], "attempt_count", 0, ATTEMPT_LIMIT),
             attempt_open=bool(row[10]),
-            recovery_count=row[11],
-            window_began_at=row[12],
+            recovery_count=check_integer(row[11], "recovery_count", 0, 2**63 - 1),
+            window_began_at=_optional_integer(row[12], "window_began_at"),
             recovery=_recovery(row[13], row[14]),
         )
     except (InvalidJob, TypeError, ValueError) as error:
         raise StoreInvalid(f"the row of job {row[0]!r:.100} is invalid: {error}") from error
+
+
+def standing(id: str, state: Any, outcome: Any) -> tuple[State, Outcome | None]:
+    """State and outcome of a row, or `StoreInvalid`."""
+    try:
+        return _state(state), None if outcome is None else Outcome(outcome)
+    except ValueError as error:
+        raise StoreInvalid(f"the row of job {id!r:.100} is invalid: {error}") from error
+
+
+def _optional_integer(value: Any, name: str) -> int | None:
+    return None if value is None else check_integer(value, name, -(2**63), 2**63 - 1)
 
 
 def _state(value: Any) -> State:
@@ -210,5 +225,7 @@ def _state(value: Any) -> State:
 
 def _recovery(max_recoveries: int | None, window: int | None) -> Recovery | None:
     if max_recoveries is None:
+        if window is not None:
+            raise ValueError(f"recovery_window is {window!r:.80} without max_recoveries")
         return None
     return Recovery(max_recoveries, None if window is None else window / 1000)

@@ -177,6 +177,21 @@ def translated(doing: str, path: Path | None = None) -> Generator[None]:
         raise store_error(error, doing, path) from error
 
 
+def _named(error: Exception, wish: Wish[Any]) -> Exception:
+    """The error, with the job's id if it is that its row breaks the table's checks."""
+    cause = error.__cause__
+    id = getattr(wish, "id", None)
+    is_nonsense = getattr(cause, "sqlite_errorcode", None) == sqlite3.SQLITE_CONSTRAINT_CHECK
+    if id is None or not is_nonsense:
+        return error
+    named = StoreInvalid(
+        f"the row of job {id!r} breaks the rules of its table, as after an edit by hand:"
+        " `trio-watchdog doctor` tells how"
+    )
+    named.__cause__ = cause
+    return named
+
+
 # -- one connection -------------------------------------------------------------------------------
 
 
@@ -212,7 +227,7 @@ class Engine:
             raise
         except Exception as error:
             if len(asked) == 1:
-                return [error], Effects(self.payload_limit)
+                return [_named(error, asked[0])], Effects(self.payload_limit)
         # One of them failed and undid the others: each alone, so that it hurts only itself.
         answers: list[Any] = [None] * len(asked)
         effects = Effects(self.payload_limit)
@@ -775,10 +790,14 @@ async def open_file_store(
     may_create = create and not read_only
 
     def find() -> Place:
-        if not allow_network:
-            refuse_network(path, file_system(path))
-        make_file(path, create=may_create)
-        return Place(path)
+        try:
+            if not allow_network:
+                refuse_network(path, file_system(path))
+            make_file(path, create=may_create)
+            return Place(path)
+        except OSError as error:
+            # A name that is too long, for one.
+            raise StoreUnavailable(f"{path} cannot be used: {error.strerror}") from error
 
     def connect() -> sqlite3.Connection:
         # Never creates: if the file is gone, nobody should go on with an empty one.

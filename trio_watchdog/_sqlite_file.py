@@ -135,11 +135,12 @@ def _identity(path: Path) -> tuple[int, int] | None:
 
 def advice(error: sqlite3.Error, path: Path | None) -> str:
     """What to do about an error of SQLite, if that can be told; begins with a colon."""
-    code = getattr(error, "sqlite_errorcode", 0) & 0xFF
+    extended = getattr(error, "sqlite_errorcode", 0)
+    code = extended & 0xFF
     name = "the database" if path is None else str(path)
     match code:
         case sqlite3.SQLITE_CANTOPEN | sqlite3.SQLITE_READONLY | sqlite3.SQLITE_PERM:
-            hint = "" if path is None else permissions(path)
+            hint = "" if path is None else permissions(path) or f"look at {path}"
         case sqlite3.SQLITE_FULL:
             hint = f"make room on the disk of {name}"
         case sqlite3.SQLITE_IOERR:
@@ -150,6 +151,8 @@ def advice(error: sqlite3.Error, path: Path | None) -> str:
             hint = f"{name} is no SQLite database: give another file"
         case sqlite3.SQLITE_BUSY:
             hint = "another program is writing, or keeps a transaction open"
+        case sqlite3.SQLITE_CONSTRAINT if extended == sqlite3.SQLITE_CONSTRAINT_CHECK:
+            hint = "a row breaks the table's rules: `trio-watchdog doctor` names it"
         case _:
             hint = ""
     return hint and f"; {hint}"
@@ -157,9 +160,12 @@ def advice(error: sqlite3.Error, path: Path | None) -> str:
 
 def permissions(path: Path) -> str:
     """Which right the process lacks to use the file; empty if it has them all."""
+    if not os.path.lexists(path) and not os.path.isdir(path.parent):
+        return f"the folder {path.parent} is not there"
     folder = os.path.dirname(os.path.abspath(path))
-    if os.path.exists(path) and not os.access(path, os.R_OK | os.W_OK):
-        return f"{_user()} needs the right to read and write {path}"
+    for file in (f"{path}", f"{path}-wal", f"{path}-shm"):
+        if os.path.exists(file) and not os.access(file, os.R_OK | os.W_OK):
+            return f"{_user()} needs the right to read and write {file}"
     if not os.access(folder, os.W_OK | os.X_OK):
         return f"{_user()} needs the right to write to the folder {folder}, for SQLite's log"
     return ""

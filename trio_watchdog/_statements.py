@@ -135,6 +135,10 @@ class Dialect:
             "readers_key": f"hashtextextended(repeat('readers', {TEXT_LIMIT}), {seed})",
             "rows": rows or (self._rows(columns) if columns else ""),
             "skip_locked": "" if is_sqlite else "for no key update of x skip locked",
+            # Past rows that a hand has made nonsense: no update of such a row passes the checks.
+            # PostgreSQL has such rows only without its checks.
+            "or_ignore": "or ignore" if is_sqlite else "",
+            "is_sound": IS_SOUND_ON_SQLITE if is_sqlite else IS_SOUND,
             "materialized": "materialized",
             "least": "min" if is_sqlite else "least",
             "greatest": "max" if is_sqlite else "greatest",
@@ -246,8 +250,7 @@ _COLUMNS = """
     payload text not null"""
 
 # SQLite keeps any type in any column, so there the types are part of the grammar.
-_SQLITE_TYPES = """,
-    check (typeof(id) = 'text' and typeof(queue) = 'text' and typeof(lane) = 'text'
+_SQLITE_TYPES = """(typeof(id) = 'text' and typeof(queue) = 'text' and typeof(lane) = 'text'
         and typeof(payload) = 'text' and typeof(state) = 'text'
         and typeof(token) in ('text', 'null') and typeof(owner) in ('text', 'null')
         and typeof(cancellation_id) in ('text', 'null') and typeof(reason) in ('text', 'null')
@@ -260,6 +263,14 @@ _SQLITE_TYPES = """,
         and typeof(settled_at) in ('integer', 'null')
         and typeof(max_recoveries) in ('integer', 'null')
         and typeof(recovery_window) in ('integer', 'null'))"""
+
+IS_SOUND = f"""(({_GRAMMAR}) and attempt_count >= 0
+        and coalesce(hint, 'ready') in ('ready', 'lowered', 'deferred')
+        and coalesce(outcome, 'completed') in
+            ('completed', 'failed', 'cancelled', 'outcome_unknown', 'interrupted'))"""
+"""Whether a row keeps the rules that updates are checked by. Costs too much for every claim."""
+
+IS_SOUND_ON_SQLITE = f"({IS_SOUND} and {_SQLITE_TYPES})"
 
 CREATE_META = Statement(
     "create meta",
@@ -274,7 +285,7 @@ CREATE_JOBS = Statement(
     + _COLUMNS
     + ",\n    check ("
     + _GRAMMAR
-    + ")"
+    + "),\n    check "
     + _SQLITE_TYPES
     + ")",
     # Room on each page for the next version of a row; payloads over 2 kB live elsewhere.
@@ -598,7 +609,7 @@ READ_CLOCK = Statement("read clock", "select {lease_now}", writes=False)
 
 # -- claims ---------------------------------------------------------------------------------------
 
-_STAGE = """update {jobs} set hint = 'ready' where sequence in (
+_STAGE = """update {or_ignore} {jobs} set hint = 'ready' where sequence in (
         select x.sequence from {jobs} x where x.hint = 'deferred' and x.not_before <= {now}
         order by x.not_before limit 1000 {skip_locked})"""
 
@@ -625,9 +636,9 @@ _CLAIMABLE = (
     "\n        and x.sequence = " + FIRST_OF_QUEUE + "\n        and " + IS_FREE
 )
 
-_CLAIM_SET = """update {jobs} as j set state = 'running', hint = null, token = c.token,
-    owner = c.owner, lease_until = {lease_now} + c.lease,
-    attempt_count = j.attempt_count + c.counts, attempt_open = c.counts"""
+_CLAIM_SET = """update {or_ignore} {jobs} as j set state = 'running', hint = null, token = c.token,
+    owner = c.owner, lease_until = {lease_now} + c.lease, attempt_open = c.counts,
+    attempt_count = {least}(j.attempt_count, {priority_limit}) + c.counts"""
 
 # Differs by necessity: SQLite has no LATERAL, but a correlated subquery may be an array. The window
 # is its first table and so walked row by row, no further than to the last one wanted.
@@ -696,7 +707,13 @@ CLAIM = Statement(
 CLAIM_BEYOND = Statement(
     "claim beyond",
     columns=_CLAIM_COLUMNS,
-    sqlite=_CLAIM_SQLITE,
+    # Past rows that are nonsense: the first look has chosen them, and could not change them.
+    sqlite=_CLAIM_SQLITE.replace(
+        _CLAIMABLE,
+        _CLAIMABLE
+        + """
+        and exists (select 1 from {jobs} y where y.sequence = x.sequence and {is_sound})""",
+    ),
     # After LOCK_LOWERING, and far beyond the window: past the queues that it found blocked, of
     # which there may be more rows than were lowered now, and past the rows that somebody's open
     # transaction holds.
@@ -765,7 +782,7 @@ LOWER = Statement(
     "lower",
     columns="lane text",
     # What is not due after all, since the clock was set back, must not fill the window either.
-    sqlite="""update {jobs} set
+    sqlite="""update {or_ignore} {jobs} set
     hint = case when not_before > {now} then 'deferred' else 'lowered' end
 where sequence in (
     select x.sequence from {rows} l
@@ -797,7 +814,7 @@ where sequence in (
 _RAISED = "hint = case when not_before > {now} then 'deferred' else 'ready' end"
 
 _PROMOTE_SQLITE = (
-    "update {jobs} set "
+    "update {or_ignore} {jobs} set "
     + _RAISED
     + """ where hint = 'lowered' and sequence in (
     select (select q.sequence from {jobs} q where q.queue = x.queue and q.state = 'queued'
@@ -905,7 +922,7 @@ _HELD = "x.id = w.id and x.token = w.token and x.state = 'running' and x.lease_u
 
 RENEW = Statement(
     "renew",
-    """update {jobs} as j set lease_until = {lease_now} + c.lease from (
+    """update {or_ignore} {jobs} as j set lease_until = {lease_now} + c.lease from (
     select x.sequence, w.lease from {rows} w join {jobs} x on x.id = w.id and x.token = w.token
     where x.state in ('running', 'completing') and x.lease_until > {lease_now}
     {skip_locked}) c
@@ -1023,7 +1040,7 @@ SET_CANCELLATION = Statement(
 FIND_CANCELLED = Statement(
     "find cancelled",
     """select id, sequence from {jobs} where cancellation_id is not null
-    and state in ('queued', 'running') and token is null
+    and state in ('queued', 'running') and token is null and {is_sound}
     and (cast(:lane as text) is null or lane = :lane) order by sequence limit :limit""",
     writes=False,
 )
@@ -1033,8 +1050,10 @@ FIND_LANE = Statement(
     """select id, token, sequence from (
     select 0 as rank, id, token, sequence from {jobs}
         where state in ('running', 'completing') and state = 'running' and lane = :lane
+        and {is_sound}
     union all
     select 1 as rank, id, token, sequence from {jobs} where state = 'queued' and lane = :lane
+        and {is_sound}
     ) unsettled order by rank, sequence limit :limit""",
     writes=False,
 )
@@ -1074,7 +1093,7 @@ where sequence = (
         and state = 'completing' and """
     + _DISAPPEARED
     + """
-        and (cast(:lanes as text) is null or lane in {lanes_list})
+        and {is_sound} and (cast(:lanes as text) is null or lane in {lanes_list})
         and lane not in {without_list}
     order by x.sequence + 0 limit 1 {skip_locked})
 returning {job_columns}""",

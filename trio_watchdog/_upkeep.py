@@ -122,9 +122,13 @@ def check_rows(wishes: Sequence[w.CheckRows], effects: Effects) -> Operation[lis
         faults: list[tuple[str, str]] = []
         for row in rows:
             try:
-                stored_job(row)
+                stored_job(row[:-1])
             except StoreInvalid as error:
                 faults.append((str(row[0]), str(error)))
+            else:
+                if not row[-1]:
+                    text = f"the row of job {row[0]!r} breaks the rules of its table"
+                    faults.append((row[0], text))
         answers.append(w.Checked(faults, len(rows), rows[-1][SEQUENCE] if rows else wish.after))
     return answers
 

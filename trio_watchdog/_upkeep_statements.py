@@ -123,7 +123,9 @@ REMOVE = Statement(
 
 READ_UNSETTLED = Statement(
     "read unsettled",
-    """select {job_columns} from {jobs} where state <> 'settled' and sequence > :after
+    # And what is settled, where it cannot be.
+    """select {job_columns}, coalesce({is_sound}, false) from {jobs}
+    where (state <> 'settled' or not coalesce({is_sound}, false)) and sequence > :after
     order by sequence limit :limit""",
     writes=False,
 )

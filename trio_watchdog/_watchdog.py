@@ -19,6 +19,7 @@ from attrs import frozen
 
 from ._chores import Chores
 from ._client import Client, fresh_random, open_client, unwrapped
+from ._errors import shown
 from ._lane import (
     OTHERS,
     Handler,
@@ -317,7 +318,7 @@ async def open_watchdog(
     retentions = (retention,) if isinstance(retention, Retention) else tuple(retention)
     for each in retentions:
         if not isinstance(cast("object", each), Retention):
-            raise TypeError(f"retention has {each!r:.80}, which is not a Retention")
+            raise TypeError(f"retention has {shown(each)}, which is not a Retention")
     random = random or fresh_random()
     context = contextvars.copy_context()
     with unwrapped():

@@ -13,11 +13,14 @@ import time
 from collections.abc import Callable, Generator
 from datetime import UTC, datetime
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import trio
 
 from trio_watchdog._demo import (
+    Crew,
     Item,
     Ledger,
     Print,
@@ -226,6 +229,27 @@ def test_workers_stop_when_the_conductor_is_killed(demo: Demo) -> None:
     while demo.workers():
         assert time.monotonic() < end
         time.sleep(0.01)
+
+
+async def test_the_process_list_shows_no_password_of_the_database(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    database = "postgresql://ada:hunter2@db.example.org/jobs"
+    started: list[tuple[list[str], str]] = []
+
+    async def note(command: list[str], *, env: dict[str, str], **_: Any) -> None:
+        started.append((command, env["TRIO_WATCHDOG_DATABASE"]))
+        raise OSError("enough")
+
+    monkeypatch.setattr(trio.lowlevel, "open_process", note)
+    state: Any = SimpleNamespace(workers={}, mark="m", total={"text": 1}, root=tmp_path)
+    async with trio.open_nursery() as nursery:
+        with pytest.raises(OSError, match="enough"):
+            await Crew(state, database, tmp_path, nursery).start()
+    ((command, handed_over),) = started
+    assert "demo-worker" in command
+    assert not [argument for argument in command if "hunter2" in argument]
+    assert handed_over == database
 
 
 def test_workers_that_cannot_work_end_the_demo(demo: Demo, tmp_path: Path) -> None:

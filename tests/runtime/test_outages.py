@@ -10,6 +10,7 @@ import trio
 from trio.testing import wait_all_tasks_blocked
 
 from trio_watchdog import (
+    ClaimUnavailable,
     Complete,
     Fail,
     Job,
@@ -46,6 +47,33 @@ class Counting:
 
 
 # -- lost answers ---------------------------------------------------------------------------------
+
+
+async def test_a_claim_that_ended_before_its_answer_arrived_is_logged_with_its_job(
+    open_it, store, caplog
+):
+    handler = Counting()
+    async with open_it(lease=60, heartbeat=15) as watchdog:
+        await watchdog.start_lane("mail", handler)
+        await watchdog.wait_idle()
+        store.fail("claim", when="after")
+        away = store.fail("claim", on_call=2, times=None)
+        await watchdog.enqueue(Job("mail", id="x", recovery=Recovery(1)))
+        await trio.sleep(30)
+        # By now it is not known whether the lease goes on: it is looked at, and is over.
+        store.delay("renew", 70, times=None)
+        away.remove()
+        await trio.sleep(100)
+        store.heal()
+        assert (await watchdog.wait_settled("x")).recovery_count == 1
+    assert handler.runs == ["x"]
+    (record,) = [each for each in caplog.records if "before its answer" in each.message]
+    (error,) = record.args
+    assert isinstance(error, ClaimUnavailable)
+    assert error.kind == "claim_unavailable"
+    assert str(error) == (
+        "the claim on job 'x' of lane 'mail' ended before its answer arrived; recovery decides"
+    )
 
 
 @pytest.mark.parametrize("losses", [1, 4])

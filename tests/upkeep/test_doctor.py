@@ -26,10 +26,12 @@ from trio_watchdog import (
     Job,
     Recovery,
     RetryPolicy,
+    RunningJob,
     StoreInvalid,
     StoreUnavailable,
     converter,
     open_client,
+    open_watchdog,
 )
 from trio_watchdog import _postgres_vitals as vitals
 from trio_watchdog import _sqlite_file as sqlite_file
@@ -89,6 +91,29 @@ async def test_a_row_that_breaks_the_grammar_is_a_fault_with_its_id(
     assert "queued" in found[0][1]
     assert "'1111'" in found[1][1]
     assert "not JSON" in found[1][1]
+
+
+@pytest.mark.parametrize(
+    "edit",
+    ["state = 'walking'", "payload = '{'", "attempt_count = -3", "outcome = 'lost'", "hint = null"],
+)
+async def test_a_row_made_nonsense_is_named_and_keeps_nobody_from_working(
+    database: str, by_hand: ByHand, edit: str
+) -> None:
+    async def handler(job: RunningJob) -> None:
+        assert job.id != "1"
+
+    async with open_client(database) as client:
+        await client.enqueue_many([Job("a", id=f"{n}", priority=-n) for n in range(3)])
+        await client.enqueue(Job("a", id="behind", queue="1"))
+        by_hand(f"update {{jobs}} set {edit} where id = '1'")
+        ((level, text),) = about(await findings(database), "rows")
+        assert level == "fault"
+        assert text.startswith("the row of job '1' ")
+    async with open_watchdog(database) as watchdog:
+        await watchdog.start_lane("a", handler)
+        for id in ("0", "2"):
+            assert (await watchdog.wait_settled(id)).outcome == "completed"
 
 
 async def test_a_claim_that_nobody_looks_after_is_named(database: str, by_hand: ByHand) -> None:

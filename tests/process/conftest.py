@@ -7,10 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.postgres.conftest import postgres_database, postgres_url, start_server
 from tests.process.harness import World, open_world
-
-__all__ = ["postgres_database", "postgres_url", "start_server"]
 
 
 @pytest.fixture(params=["sqlite", "postgres"])

@@ -10,10 +10,9 @@ from pathlib import Path
 import psycopg
 import pytest
 
-from tests.postgres.conftest import postgres_database, postgres_url
 from tests.process.conftest import database
 
-__all__ = ["database", "postgres_database", "postgres_url"]
+__all__ = ["database"]
 
 ByHand = Callable[..., None]
 

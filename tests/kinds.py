@@ -39,7 +39,7 @@ class Kind:
 
 KINDS: dict[str, Kind] = {
     "memory": Kind(lambda find: MemoryMaker(), is_itself=True),
-    "file": Kind(lambda find: FileMaker(), is_itself=True),
+    "file": Kind(lambda find: FileMaker(), is_itself=True, share=2),
     "borrowed-memory": Kind(lambda find: BorrowedMemoryMaker()),
     "borrowed-file": Kind(lambda find: BorrowedFileMaker()),
     "faulty": Kind(lambda find: FaultyMaker()),

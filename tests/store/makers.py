@@ -41,6 +41,9 @@ class KnownMaker(StoreMaker):
         """What must never be true of the table, and is."""
         return broken_rows(await self.rows(store))
 
+    async def look_after(self, store: Store) -> None:
+        """What the store's `watch` does besides watching, once."""
+
     def close(self) -> None:
         """Leave nothing open."""
 

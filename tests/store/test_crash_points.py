@@ -435,9 +435,8 @@ class PostgresWorld(World):
             await self.perform(case.asked)
         assert self.pid
         # It was told of its end before the server had cleared up.
-        while await self.maker.execute(
-            self.store, f"select from pg_stat_activity where pid = {self.pid}"
-        ):
+        alive = f"select from pg_stat_activity where pid = {self.pid}"
+        while await self.maker.execute(self.store, alive):  # noqa: ASYNC110 (nothing tells)
             await trio.sleep(0.001)
         self.pid = 0
         return [await self.dump()]
@@ -532,8 +531,11 @@ async def here(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncGenerator
 @asynccontextmanager
 async def postgres_world(maker: PostgresMaker, *, projects: bool) -> AsyncGenerator[PostgresWorld]:
     """The same on a server; with a projector an operation is one transaction of several trips."""
-    project: Any = (lambda *told: world.project(*told)) if projects else None
-    async with maker._open(DurableClock(), project=project) as (store, clock):
+
+    async def project(transition: QueueTransition, connection: Any) -> None:
+        await world.project(transition, connection)
+
+    async with maker._open(DurableClock(), project=project if projects else None) as (store, clock):
         world = PostgresWorld(maker, store, clock)
         await world.save()
         with pytest.MonkeyPatch.context() as patch:

@@ -21,6 +21,7 @@ from attrs import evolve, frozen
 
 from tests.kinds import Find
 from tests.postgres.makers import PostgresMaker
+from tests.store.makers import KnownMaker
 from trio_watchdog import _operations as operations
 from trio_watchdog import _wishes as w
 from trio_watchdog._errors import StoreInvalid, StoreUnavailable
@@ -362,6 +363,7 @@ class PostgresWorld(World):
         self.store = store
         self.clock = clock
         self.countdown = -1
+        self.blow = END
         self.pid = 0
         """Whom the server has thrown out."""
         self.seen: list[Any] | None = None
@@ -454,12 +456,12 @@ class PostgresWorld(World):
             return results
         if 0 <= self.countdown <= len(statements):
             point, self.countdown = self.countdown, -1
-            self.pid = connection.pgconn.backend_pid
+            self.pid = connection.pgconn.backend_pid if self.blow == END else 0
             if point == len(statements):
                 await trip(connection, prepared, statements)
                 statements = []
             return await trip(
-                connection, prepared, [*statements[:point], (END, {}), *statements[point:]]
+                connection, prepared, [*statements[:point], (self.blow, {}), *statements[point:]]
             )
         self.countdown -= len(statements) + 1
         return await trip(connection, prepared, statements)
@@ -749,6 +751,44 @@ def whole() -> int:
         prepare(connection, "memory")
         (count,) = connection.execute("select count(*) from sqlite_master").fetchone()
         return count
+
+
+@pytest.mark.parametrize("projects", [False, True])
+async def test_a_statement_that_the_server_refuses_is_undone_or_tried_again(
+    maker_of: Callable[[str], KnownMaker], projects: bool
+) -> None:
+    maker = maker_of("postgres")
+    assert isinstance(maker, PostgresMaker)
+    async with postgres_world(maker, projects=projects) as here:
+        for number, case in enumerate(CASES):
+            # Lost races, a lock that is held, a server without memory, a cancelled statement.
+            state = ("40001", "40P01", "55P03", "53200", "57014")[number % 5]
+            here.blow = f"do $$ begin raise exception using errcode = '{state}'; end $$"
+            await here.restore(case)
+            states = await here.states(case)
+            first = await first_answers(case)
+            for point in range(number % 3, len(states) - 1, 3):
+                where = f"{case.name}, {state} at point {point}"
+                await here.restore(case)
+                here.countdown = point
+                try:
+                    answers = await here.perform(case.asked)
+                except StoreUnavailable:
+                    answers = None
+                here.countdown = -1
+                left = await here.dump()
+                if answers is not None and not any(isinstance(a, Exception) for a in answers):
+                    # By its own second try; or the answer was lost after all was done.
+                    assert left == states[-1], where
+                    continue
+                if len(case.asked) == 1:
+                    assert left in states, where
+                if case.damage is None:
+                    assert await here.broken() == [], where
+                again = await here.perform(case.repeated or case.asked)
+                for answer, *possible in zip(again, first, case.again, strict=True):
+                    assert gist(answer) in possible, where
+                assert await here.dump() == states[-1], where
 
 
 def test_cases_are_different() -> None:

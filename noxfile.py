@@ -1,5 +1,6 @@
 """What the project checks. ``python -m nox`` runs all of it, the longest session last."""
 
+import os
 import shutil
 import subprocess
 
@@ -7,7 +8,7 @@ import nox
 
 nox.needs_version = ">=2025.2.9"
 nox.options.reuse_existing_virtualenvs = True
-nox.options.sessions = ["lint", "types", "docs", "tests"]
+nox.options.sessions = ["lint", "types", "docs", "soak", "tests"]
 
 PROJECT = nox.project.load_toml("pyproject.toml")
 
@@ -52,6 +53,15 @@ def tests(session: nox.Session) -> None:
     """The tests; arguments after ``--`` go to pytest."""
     session.install(".[test]")
     session.run("pytest", *session.posargs)
+
+
+@nox.session
+def soak(session: nox.Session) -> None:
+    """Load and chaos on both stores, for two minutes; ``-- --seconds 3600`` for an hour."""
+    session.install(".[test]")
+    # One minute where other checks wait for it.
+    seconds = "60" if os.environ.get("CI") else "120"
+    session.run("python", "-m", "tests.soak", *(session.posargs or ("--seconds", seconds)))
 
 
 @nox.session(python=newest("3.13", "3.12", "3.14"))

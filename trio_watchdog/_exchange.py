@@ -25,10 +25,15 @@ Perform = Callable[[Sequence[Wish[Any]]], Awaitable[Sequence[Any]]]
 
 
 class Exchange:
-    """Collects wishes and has them answered together."""
+    """Collects wishes and has them answered together.
 
-    def __init__(self, perform: Perform) -> None:
+    With ``share``, for databases that work outside of this process: of more tasks than that, only
+    half go along, so that one half is answered while the other is worked on here.
+    """
+
+    def __init__(self, perform: Perform, *, share: int | None = None) -> None:
         self._perform = perform
+        self._share = share
         self._pending: list[_Submission] = []
         self._is_led = False
 
@@ -43,7 +48,12 @@ class Exchange:
         self._pending.append(submission)
         if self._is_led:
             await self._wait(submission)
-        if submission.answers is None:
+            if submission.answers is None:
+                await self._lead(submission)
+        else:
+            self._is_led = True
+            # One turn of the loop, in which tasks woken together with this one add their wishes.
+            await trio.lowlevel.cancel_shielded_checkpoint()
             await self._lead(submission)
         assert submission.answers is not None
         return submission.answers.unwrap()
@@ -60,11 +70,11 @@ class Exchange:
         submission.task = None
 
     async def _lead(self, submission: _Submission) -> None:
-        self._is_led = True
         try:
-            # One turn of the loop, in which tasks woken together with this one add their wishes.
-            await trio.lowlevel.cancel_shielded_checkpoint()
             while submission.answers is None:
+                await self._exchange()
+            if self._share is not None and self._pending:
+                # The other half, sent before those who have just been answered run.
                 await self._exchange()
         finally:
             self._is_led = False
@@ -79,7 +89,10 @@ class Exchange:
     async def _exchange(self) -> None:
         batch: list[_Submission] = []
         size = 0
-        while self._pending and size < EXCHANGE_LIMIT:
+        share = len(self._pending)
+        if self._share is not None:
+            share = max(self._share, (share + 1) // 2)
+        while self._pending and size < EXCHANGE_LIMIT and len(batch) < share:
             batch.append(self._pending.pop(0))
             size += len(batch[-1].asked)
         asked = [wish for submission in batch for wish in submission.asked]

@@ -313,6 +313,7 @@ class Execution(Protocol):
     @property
     def attempt(self) -> Attempt: ...
     def checkpoint(self) -> None: ...
+    def refresh(self) -> None: ...
 
 
 @frozen(kw_only=True)
@@ -359,7 +360,9 @@ class RunningJob(_StoredJob):
     @property
     def cancel_scope(self) -> trio.CancelScope:
         """The scope that the handler runs in; its deadline is the end of the lease."""
-        return self._live().cancel_scope
+        live = self._live()
+        live.refresh()
+        return live.cancel_scope
 
     @property
     def cancel_reason(self) -> CancelReason | None:

@@ -67,6 +67,12 @@ T = TypeVar("T")
 PAGE_LIMIT = 256
 """Jobs in one page of the settled feed, and that one `fail_lane` settles."""
 
+ADMISSION_CHUNK = 500
+"""Jobs of one admission that go to the database together; more would block the event loop."""
+
+LOCKED_LIMIT = 5000
+"""Jobs of one admission that may keep the locks of their queues until it is committed."""
+
 CLAIM_WINDOW = 16
 """Ready rows that a claim looks at beyond the number it wants."""
 
@@ -102,12 +108,17 @@ def enqueue_select(wishes: Sequence[w.EnqueueSelect], effects: Effects) -> Opera
 
 
 def _admit_all(jobs: Sequence[Job], effects: Effects) -> Operation[list[Admission]]:
-    admissions = yield from _admit(jobs, effects)
-    for admission in admissions:
-        if isinstance(admission, Exception):
-            # All or nothing: raising rolls the others back.
-            raise admission
-    return cast("list[Admission]", admissions)
+    admissions: list[Admission] = []
+    # More would hold a queue's lock for longer than those who free the queue should wait.
+    effects.is_brief &= len(jobs) <= LOCKED_LIMIT
+    for start in range(0, len(jobs), ADMISSION_CHUNK):
+        chunk = jobs[start : start + ADMISSION_CHUNK]
+        for admission in (yield from _admit(chunk, effects, sql.INSERT_MANY)):
+            if isinstance(admission, Exception):
+                # All or nothing: raising rolls the others back.
+                raise admission
+            admissions.append(admission)
+    return admissions
 
 
 def insertion(job: Job) -> tuple[Any, ...]:
@@ -126,7 +137,9 @@ def insertion(job: Job) -> tuple[Any, ...]:
     )
 
 
-def _admit(jobs: Sequence[Job], effects: Effects) -> Operation[list[Admission | Exception]]:
+def _admit(
+    jobs: Sequence[Job], effects: Effects, insert: sql.Statement = sql.INSERT
+) -> Operation[list[Admission | Exception]]:
     answers: dict[int, Admission | Exception] = {}
     fitting: list[int] = []
     for index, job in enumerate(jobs):
@@ -139,7 +152,16 @@ def _admit(jobs: Sequence[Job], effects: Effects) -> Operation[list[Admission | 
     for _ in range(3):
         if not fitting:
             break
-        inserted: Rows = yield many(sql.INSERT, [insertion(jobs[index]) for index in fitting])
+        rows = many(insert, [insertion(jobs[index]) for index in fitting])
+        # A queue of its own, as a job has by default, nobody is in front of.
+        queues = {jobs[index].queue for index in fitting if jobs[index].queue != jobs[index].id}
+        inserted: Rows
+        if queues and effects.is_brief:
+            _, inserted = yield (many(sql.TRY_QUEUES, [(queue,) for queue in queues]), rows)
+        else:
+            inserted = yield rows
+        if insert is sql.INSERT_MANY and len(inserted) < len(fitting):
+            yield many(sql.PROMOTE, [(row[0],) for row in inserted])
         sequences: dict[str, int] = {row[0]: row[1] for row in inserted}
         present: list[int] = []
         for index in fitting:
@@ -155,8 +177,8 @@ def _admit(jobs: Sequence[Job], effects: Effects) -> Operation[list[Admission | 
             effects.moved(job.queue)
         fitting = []
         if present:
-            rows: Rows = yield many(sql.READ_MANY, [(jobs[index].id,) for index in present])
-            there = {row[0]: row for row in rows}
+            found: Rows = yield many(sql.READ_MANY, [(jobs[index].id,) for index in present])
+            there = {row[0]: row for row in found}
             for index in present:
                 id = jobs[index].id
                 if id in there:
@@ -562,17 +584,17 @@ def _claim_in_lanes(
             for wish in [wishes[index]]
         ]
         names = [(lane,) for lane in sorted(set(lanes.values()))]
-        window = CLAIM_WINDOW + len(requests)
+        limits = {"window": CLAIM_WINDOW + len(requests), "wanted": len(requests)}
         try:
             if is_last:
                 # Less than was wanted: lower what is blocked in front, and look once more.
                 refused, lowered, rows = yield (
                     many(sql.LOCK_LOWERING, names),
                     many(sql.LOWER, names),
-                    many(sql.CLAIM_BEYOND, requests, window=window),
+                    many(sql.CLAIM_BEYOND, requests, **limits),
                 )
             else:
-                staged, rows = yield (one(sql.STAGE), many(sql.CLAIM, requests, window=window))
+                staged, rows = yield (one(sql.STAGE), many(sql.CLAIM, requests, **limits))
                 taken = Counter(row[2] for row in rows)
                 for lane, count in staged:
                     if count > taken[lane]:

@@ -34,9 +34,7 @@ def encode_payload(payload: Any) -> str:
     """
     _check(payload)
     try:
-        return json.dumps(
-            payload, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False
-        )
+        return _ENCODER.encode(payload)
     except (TypeError, ValueError) as error:
         raise InvalidJob(f"payload cannot be encoded as JSON: {error}") from error
 
@@ -44,7 +42,7 @@ def encode_payload(payload: Any) -> str:
 def decode_payload(text: str) -> Any:
     """What `encode_payload` encoded. Raises `StoreInvalid` for text that is not JSON."""
     try:
-        return json.loads(text, parse_constant=_refuse_constant, parse_float=_finite)
+        return _DECODER.decode(text)
     except (ValueError, RecursionError) as error:
         raise StoreInvalid(f"stored payload is not JSON: {error}") from error
 
@@ -61,6 +59,8 @@ def check_payload_size(encoded: str, limit: int) -> None:
 
 def is_text(value: str) -> bool:
     """Whether both databases can keep the text: no lone surrogate in it."""
+    if value.isascii():
+        return True
     try:
         value.encode()
     except UnicodeEncodeError:
@@ -77,6 +77,13 @@ def _finite(digits: str) -> float:
     if not math.isfinite(value):
         raise ValueError(f"{digits:.40} is too large for a float")
     return value
+
+
+# Made once: `json.dumps` and `json.loads` would make one for each text.
+_ENCODER = json.JSONEncoder(
+    sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False
+)
+_DECODER = json.JSONDecoder(parse_constant=_refuse_constant, parse_float=_finite)
 
 
 def _check(payload: Any) -> None:

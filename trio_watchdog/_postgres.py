@@ -21,7 +21,13 @@ import logging
 import random
 import select
 from collections.abc import AsyncGenerator, Awaitable, Callable, Generator, Mapping, Sequence
-from contextlib import AbstractContextManager, asynccontextmanager, contextmanager, suppress
+from contextlib import (
+    AbstractContextManager,
+    asynccontextmanager,
+    closing,
+    contextmanager,
+    suppress,
+)
 from time import monotonic
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
@@ -72,6 +78,10 @@ WHOLE_SECONDS = 60.0
 LOCK_SECONDS = 0.25
 """How long a trip waits for a lock: time enough for any transaction of ours, and the others that
 share the trip are not held up for long by an application's."""
+
+SHARE = 16
+"""Tasks whose questions go together at least: of many more, half are worked on while the server
+answers the other half. A commit costs as much as executing the statements of about so many."""
 
 HASTE_SECONDS = 0.05
 """The same for a wish that travels alone since it met a lock before."""
@@ -168,7 +178,11 @@ class Session:
         # The listener only waits; it resumes when nobody else wants the connection.
         self._listening.cancel()
         try:
-            await self._lock.acquire()
+            try:
+                # At once if it is free, so that what follows is sent before other tasks run.
+                self._lock.acquire_nowait()
+            except trio.WouldBlock:
+                await self._lock.acquire()
         finally:
             self._wanted -= 1
         try:
@@ -584,8 +598,10 @@ class PostgresStore(Store):
         self.dialect = sql.Dialect("postgres", schema, clock_in_sql=clock is None)
         self._lanes = Session(conninfo, self.dialect, clock, prepare)
         self._callers = Session(conninfo, self.dialect, clock, prepare)
-        self._lane_exchange = Exchange(lambda asked: self._perform(self._lanes, asked))
-        self._caller_exchange = Exchange(lambda asked: self._perform(self._callers, asked))
+        self._lane_exchange = Exchange(lambda asked: self._perform(self._lanes, asked), share=SHARE)
+        self._caller_exchange = Exchange(
+            lambda asked: self._perform(self._callers, asked), share=SHARE
+        )
         self._must_notify = trio.Event()
         self._is_watched = False
         self._offset: float | None = None
@@ -731,7 +747,8 @@ class PostgresStore(Store):
         is_whole = bool(kinds & _WHOLE) or (
             self._project is not None and not kinds <= operations.READS
         )
-        effects = Effects(self.payload_limit)
+        # Who met a lock once holds none while waiting for it again.
+        effects = Effects(self.payload_limit, is_brief=not is_hasty)
         try:
             if is_whole:
                 return await self._in_transactions(session, asked, effects, is_hasty)
@@ -780,7 +797,7 @@ class PostgresStore(Store):
         seconds = WHOLE_SECONDS if type(wishes[0]) in _WHOLE else None
         with in_time(shield=True, seconds=seconds):
             for tries_left in reversed(range(TRIES)):
-                effects = Effects(self.payload_limit)
+                effects = Effects(self.payload_limit, is_brief=not is_hasty)
                 async with session.connected() as connection:
                     try:
                         await session.begin(connection, is_hasty=is_hasty)
@@ -947,32 +964,24 @@ class PostgresStore(Store):
 
     @contextmanager
     def _renewer(self) -> Generator[Renewer]:
-        connection: _Impatient | None = None
+        """A connection of its own, good until its first error."""
 
         def renew(claims: Sequence[w.Renew]) -> list[w.Renewal]:
-            nonlocal connection
             try:
-                if connection is None or connection.closed:
-                    connection = _Impatient.connect(
-                        self._conninfo,
-                        autocommit=True,
-                        prepare_threshold=None,
-                        row_factory=tuple_row,
-                    )
-                    connection.isolation_level = psycopg.IsolationLevel.READ_COMMITTED
                 return self._run_blocking(connection, operations.renew(claims, Effects(0)))
-            except (psycopg.Error, OSError) as error:
-                if connection is not None:
-                    connection.close()
-                if isinstance(error, OSError):
-                    raise StoreUnavailable(f"PostgreSQL, while connecting: {error}") from error
+            except psycopg.Error as error:
                 raise store_error(error, "renewing") from error
 
         try:
+            connection = _Impatient.connect(
+                self._conninfo, autocommit=True, prepare_threshold=None, row_factory=tuple_row
+            )
+        except psycopg.Error as error:
+            raise store_error(error, "connecting") from error
+        except OSError as error:
+            raise StoreUnavailable(f"PostgreSQL, while connecting: {error}") from error
+        with closing(connection):
             yield renew
-        finally:
-            if connection is not None:
-                connection.close()
 
     def _run_blocking(self, connection: psycopg.Connection[Row], operation: Operation[T]) -> T:
         rows: Any = None
@@ -982,13 +991,15 @@ class PostgresStore(Store):
             except StopIteration as stop:
                 return cast("T", stop.value)
             calls = [step] if isinstance(step, Call) else step
-            results: list[Any] = []
-            with connection.transaction():
-                connection.execute(settings(is_local=True).encode())
-                for call in calls:
-                    text, parameters = self._lanes.rendered(call)
-                    cursor = connection.execute(text.encode(), parameters)
-                    results.append(cursor.fetchall())
+            # One round trip, or a slow network would cost a lease.
+            with connection.pipeline():
+                statements: list[Statement] = [(BEGIN, {}), (settings(is_local=True), {})]
+                statements += [*map(self._lanes.rendered, calls), (COMMIT, {})]
+                cursors = [
+                    connection.execute(text.encode(), parameters or None)
+                    for text, parameters in statements
+                ]
+            results = [cursor.fetchall() for cursor in cursors[2:-1]]
             rows = results[0] if isinstance(step, Call) else results
 
 
@@ -996,16 +1007,18 @@ class _Impatient(psycopg.Connection[Row]):
     """A connection that gives up on a server that is silent for too long."""
 
     def wait(self, gen: PQGen[T], *args: Any, **kwargs: Any) -> T:
-        return super().wait(_limited(gen), *args, **kwargs)
+        return super().wait(_limited(self, gen), *args, **kwargs)
 
 
-def _limited(gen: PQGen[T]) -> PQGen[T]:
+def _limited(connection: _Impatient, gen: PQGen[T]) -> PQGen[T]:
     deadline = monotonic() + EXCHANGE_SECONDS
     try:
         want = next(gen)
         while True:
             ready = yield want
             if not ready and monotonic() > deadline:
+                # psycopg would try to end the pipeline in order, on a connection that is stuck.
+                connection.pgconn.finish()
                 raise psycopg.OperationalError(f"no answer within {EXCHANGE_SECONDS:g} s")
             want = gen.send(ready)
     except StopIteration as stop:

@@ -13,7 +13,10 @@ _UNAVAILABLE = ("08", "40", "53", "55", "57", "58")
 _READ_ONLY = "25006"
 """A standby, or an administrator's switch."""
 
-_GONE = ("08", "53100", "53300", "57P", _READ_ONLY)
+_TOO_SLOW = ("25P03", "25P04")
+"""The server ended a session that left its transaction idle or open for too long: the network."""
+
+_GONE = ("08", "53100", "53300", "57P", _READ_ONLY, *_TOO_SLOW)
 """SQLSTATEs that would meet every other statement, too."""
 
 _ADVICE = {
@@ -31,7 +34,7 @@ def store_error(error: psycopg.Error, doing: str) -> WatchdogError:
     state = error.sqlstate or ""
     is_unavailable = (
         isinstance(error, (psycopg.OperationalError, psycopg.InterfaceError))
-        or state.startswith((*_UNAVAILABLE, _READ_ONLY))
+        or state.startswith((*_UNAVAILABLE, _READ_ONLY, *_TOO_SLOW))
         or is_stale(error)
         or not state
     )

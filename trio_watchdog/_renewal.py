@@ -14,6 +14,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from contextvars import ContextVar
+from functools import cached_property
 from random import Random
 from typing import Any
 
@@ -51,14 +52,18 @@ class Lease:
     duration: float
     heartbeat: float
 
-    @property
+    @cached_property
     def milliseconds(self) -> int:
         """The duration as the store takes it."""
         return seconds_to_milliseconds(self.duration)
 
+    @cached_property
+    def _usable(self) -> float:
+        return self.duration - rules.lease_margin(self.duration)
+
     def deadline(self, asked_at: float) -> float:
         """When, on Trio's clock, work must stop under a lease that was asked for at this time."""
-        return asked_at + self.duration - rules.lease_margin(self.duration)
+        return asked_at + self._usable
 
 
 class Held:

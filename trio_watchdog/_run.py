@@ -147,7 +147,7 @@ class Run(Held):
         self.cancel_scope = trio.CancelScope(deadline=self.lease_deadline)
         self.attempt = Attempt(max(job.attempt_count, 1))
         self.job = job
-        self.began_at = trio.current_time()
+        self.began_at = renewed_at
         self.policy: RetryPolicy | None = None
         self.is_running = False
         self.is_by_program = False
@@ -176,6 +176,11 @@ class Run(Held):
         """In a thread of Trio's: raise `trio.Cancelled` once the scope is cancelled."""
         if not trio.lowlevel.in_trio_task():
             trio.from_thread.check_cancelled()
+
+    def refresh(self) -> None:
+        """Apply renewals that arrived while the loop was blocked; ``cancel_called`` may cancel."""
+        if trio.lowlevel.in_trio_task():
+            self.catch_up()
 
     def requested(self) -> None:
         """Somebody asked for the job's cancellation."""

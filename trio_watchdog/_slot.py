@@ -248,6 +248,9 @@ class Slot:
             or written.result in ("failed", "nothing", "conflict", "unwritten")
             or cause == "timeout"
         )
+        level = logging.WARNING if is_bad else logging.INFO
+        if not logger.isEnabledFor(level):
+            return
         notes = [f"attempt {run.attempt.count}", f"{duration:.3f} s"]
         if run.cause is not None:
             notes.append(f"{written.result.replace('_', ' ')}")
@@ -256,7 +259,7 @@ class Slot:
         if left.replaced is not None:
             notes.append(f"while cancelled: {left.replaced}")
         logger.log(
-            logging.WARNING if is_bad else logging.INFO,
+            level,
             "job %r of lane %r ended: %s (%s)",
             run.id,
             run.lane,

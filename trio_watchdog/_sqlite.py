@@ -58,7 +58,7 @@ OLDEST_SQLITE = (3, 35, 0)
 BUSY_TIMEOUT = 1.0
 """Seconds that one attempt waits for another process's transaction; callers try again."""
 
-CHANGE_INTERVAL = 0.05
+CHANGE_INTERVAL = 0.1
 """Seconds between two looks at whether the file has changed: a `stat`, no query."""
 
 LOG_LIMIT = 4 * 1024 * 1024
@@ -697,8 +697,8 @@ async def watch_file(
 
     Other stores ring a doorbell beside the file. Everybody else's commits, such as those of an
     application's own connection, show as a change of the file, which costs a `stat` to see; only
-    then is the database asked whether it was somebody else's. ``tidy(is_idle=...)`` is called each
-    time, and told now and then when nothing has changed for a while.
+    then is the database asked whether it was somebody else's. ``tidy(is_idle=...)`` is called when
+    the file has changed, and told now and then when it has not for a while.
 
     Raises `StoreInvalid` when the file is not there any more.
     """
@@ -715,7 +715,9 @@ async def watch_file(
             is_idle = trio.current_time() >= tidy_at
             if is_idle:
                 tidy_at += TIDY_INTERVAL
-            await tidy(is_idle=is_idle)
+            if stamp != seen or is_idle:
+                # A file that was deleted or replaced has another stamp.
+                await tidy(is_idle=is_idle)
             if stamp != seen or again:
                 # Once more after each change: two commits within one tick of the file's clock
                 # leave one stamp.

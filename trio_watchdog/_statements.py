@@ -341,29 +341,62 @@ READ_META = Statement("read meta", "select name, value from {meta}", writes=Fals
 
 _INSERT = """insert into {jobs} (
     id, queue, lane, priority, not_before, max_recoveries, recovery_window, payload, hint)
-select id, queue, lane, priority, not_before, max_recoveries, recovery_window, payload, $hint
-from {rows} x where true order by ord
+select id, queue, lane, priority, not_before, max_recoveries, recovery_window, payload,
+    case when $blocked then 'lowered' when x.not_before > {now} then 'deferred' else 'ready' end
+from $rows x where true order by ord
 on conflict (id) do nothing
 returning id, sequence"""
 
+_IS_BEHIND = """(exists (select 1 from {jobs} b where b.queue = x.queue
+        and b.state in ('running', 'completing'))
+    or exists (select 1 from {jobs} b where b.queue = x.queue
+        and b.state = 'queued' and b.priority >= x.priority))"""
+
+_RANKED = """(select *, row_number() over (partition by queue order by priority desc, ord) as nth
+    from {rows} w)"""
+
+# Differs by necessity: with one writer a look at the queue is exact, so a blocked row can be born
+# lowered. With several, a look without the queue's lock could lose the row.
+_IS_LOCKED = """x.queue in (select json_array_elements_text(cast(
+        coalesce(nullif(current_setting('watchdog.born', true), ''), '[]') as json)))"""
+
+_INSERT_COLUMNS = (
+    "id text, queue text, lane text, priority bigint, not_before bigint,"
+    " max_recoveries bigint, recovery_window bigint, payload text"
+)
+
 INSERT = Statement(
     "insert",
-    columns="id text, queue text, lane text, priority bigint, not_before bigint,"
-    " max_recoveries bigint, recovery_window bigint, payload text",
-    # Differs by necessity: with one writer a look at the queue is exact, so a blocked row can be
-    # born lowered. With several, a look without the queue's lock could lose the row.
-    sqlite=_INSERT.replace(
-        "$hint",
-        """case
-        when exists (select 1 from {jobs} b where b.queue = x.queue
-            and b.state in ('running', 'completing')) then 'lowered'
-        when exists (select 1 from {jobs} b where b.queue = x.queue
-            and b.state = 'queued' and b.priority >= x.priority) then 'lowered'
-        when x.not_before > {now} then 'deferred' else 'ready' end""",
+    columns=_INSERT_COLUMNS,
+    sqlite=_INSERT.replace("$blocked", _IS_BEHIND).replace("$rows", "{rows}"),
+    # After TRY_QUEUES; or else all are taken for free, and lowered when a claim meets them.
+    postgres=_INSERT.replace("$blocked", f"{_IS_LOCKED} and {_IS_BEHIND}").replace(
+        "$rows", "{rows}"
     ),
-    postgres=_INSERT.replace(
-        "$hint", "case when x.not_before > {now} then 'deferred' else 'ready' end"
+)
+
+INSERT_MANY = Statement(
+    "insert many",
+    columns=_INSERT_COLUMNS,
+    # A row sees no other of its own statement. One that goes before may turn out to be there
+    # already, and in another state, so PROMOTE follows whenever fewer are inserted than came.
+    sqlite=_INSERT.replace("$blocked", f"(x.nth > 1 or {_IS_BEHIND})").replace("$rows", _RANKED),
+    postgres=_INSERT.replace("$blocked", f"{_IS_LOCKED} and (x.nth > 1 or {_IS_BEHIND})").replace(
+        "$rows", _RANKED
     ),
+)
+
+TRY_QUEUES = Statement(
+    "try queues",
+    columns="queue text",
+    sqlite="",
+    # Never waits. The insertion that follows learns of its success through a setting that ends
+    # with the transaction.
+    postgres="""with wanted as {materialized} (select distinct w.queue from {rows} w limit 256),
+got as {materialized} (
+    select queue from wanted where pg_try_advisory_xact_lock({queue_key}))
+select set_config('watchdog.born',
+    coalesce((select json_agg(queue) from got), '[]')::text, true)""",
 )
 
 # -- reading --------------------------------------------------------------------------------------
@@ -596,7 +629,8 @@ _CLAIM_SET = """update {jobs} as j set state = 'running', hint = null, token = c
     owner = c.owner, lease_until = {lease_now} + c.lease,
     attempt_count = j.attempt_count + c.counts, attempt_open = c.counts"""
 
-# Differs by necessity: SQLite has no LATERAL, but a correlated subquery may be an array.
+# Differs by necessity: SQLite has no LATERAL, but a correlated subquery may be an array. The window
+# is its first table and so walked row by row, no further than to the last one wanted.
 _CLAIM_SQLITE = (
     _CLAIM_SET
     + """
@@ -604,16 +638,17 @@ from (
     with wish as {materialized} (
         select *, row_number() over (partition by lane order by ord) as rank from {rows}),
     look as {materialized} (
-        select l.lane, x.sequence, row_number() over (
-            partition by l.lane order by x.priority desc, x.sequence) as rank
+        select l.lane, w.value as sequence, w.key + 1 as rank
         from (select distinct lane from wish) l
-        cross join json_each((select json_group_array(sequence) from """
+        cross join json_each((select json_group_array(sequence) from (
+            select x.sequence from """
     + _READY.replace("$limit", ":window")
-    + """)) w
-        cross join {jobs} x on x.sequence = w.value
-        where """
+    + """ w
+            cross join {jobs} x on x.sequence = w.sequence
+            where """
     + _CLAIMABLE
-    + """)
+    + """
+            limit :wanted))) w)
     select look.sequence, wish.token, wish.owner, wish.lease, wish.counts
     from look join wish on wish.lane = look.lane and wish.rank = look.rank) c
 where j.sequence = c.sequence

@@ -115,6 +115,8 @@ class Store(ABC):
     def open_renewer(self) -> AbstractContextManager[Renewer] | None:
         """A blocking renewer with a connection of its own, for the renewal thread to enter.
 
+        After an error it is left, and a new one opened.
+
         None: this store lives on the loop, and renewals go through `submit`.
         """
         return None

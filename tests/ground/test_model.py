@@ -393,14 +393,19 @@ def test_a_running_job_that_runs_here_shows_its_live_side() -> None:
         cancel_reason = "timeout"
         attempt = Attempt(2)
         checks = 0
+        refreshed = 0
 
         def checkpoint(self) -> None:
             self.checks += 1
+
+        def refresh(self) -> None:
+            self.refreshed += 1
 
     live = Live()
     execution: Any = live
     job = RunningJob(**FIELDS, token="secret", lease_until=EPOCH, execution=execution)
     assert job.cancel_scope is live.cancel_scope
+    assert live.refreshed == 1
     assert (job.cancel_reason, job.attempt) == ("timeout", Attempt(2))
     job.checkpoint()
     assert live.checks == 1

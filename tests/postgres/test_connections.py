@@ -28,8 +28,10 @@ from trio_watchdog._borrowed import enqueue_statement, transactional
 from trio_watchdog._errors import StoreInvalid, StoreUnavailable, WatchdogError
 from trio_watchdog._model import Job, Outcome, Recovery, RetryPolicy
 from trio_watchdog._postgres import PostgresStore, Session, open_postgres_store
+from trio_watchdog._psycopg import TrioConnection
+from trio_watchdog._psycopg_errors import is_refusal, store_error
 from trio_watchdog._rules import Settle
-from trio_watchdog._store import ELSEWHERE, Change, Store
+from trio_watchdog._store import ELSEWHERE, Change, Renewer, Store
 
 COMPLETED = Settle(Outcome.COMPLETED)
 
@@ -55,6 +57,18 @@ async def proxy(postgres_database: str) -> AsyncIterator[Proxy]:
 def environment() -> dict[str, str]:
     """For processes that import what we import."""
     return {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+
+
+@contextlib.asynccontextmanager
+async def renewing(store: Store) -> AsyncIterator[Renewer]:
+    """The store's renewer, connected in a thread, as the proxy needs this one."""
+    manager = store.open_renewer()
+    assert manager is not None
+    renew = await trio.to_thread.run_sync(manager.__enter__)
+    try:
+        yield renew
+    finally:
+        manager.__exit__(None, None, None)
 
 
 class Ear:
@@ -194,7 +208,7 @@ async def test_a_silent_server_counts_as_gone_and_is_taken_back(
         ear = Ear(store)
         await store.enqueue(Job("l", id="J"))
         await store.claim("l", "t")
-        with store.open_renewer() as renew:
+        async with renewing(store) as renew:
             wish = w.Renew("J", "t", 60_000)
             (answer,) = await trio.to_thread.run_sync(renew, [wish])
             assert answer.status == "held"
@@ -209,13 +223,10 @@ async def test_a_silent_server_counts_as_gone_and_is_taken_back(
             # New connections are met with silence as well.
             await ends(lambda: store.read("J"), bound)
             proxy.forward()
-            await is_back(store)
-            with trio.fail_after(20):
-                while True:
-                    with contextlib.suppress(StoreUnavailable):
-                        (answer,) = await trio.to_thread.run_sync(renew, [wish])
-                        break
-            assert answer.status == "held"
+        await is_back(store)
+        async with renewing(store) as renew:
+            (answer,) = await trio.to_thread.run_sync(renew, [wish])
+        assert answer.status == "held"
         async with open_postgres_store(proxy.url) as other:
             # The listener has noticed, too.
             await trio.sleep(1)
@@ -722,3 +733,26 @@ async def test_an_outage_of_the_listener_is_logged_once_for_each_attempt(
 def test_statements_are_rendered_once() -> None:
     dialect = sql.Dialect("postgres", "s", clock_in_sql=True)
     assert dialect.text(sql.CLAIM) is dialect.text(sql.CLAIM)
+
+
+@pytest.mark.parametrize(
+    "state", ["08006", "25P03", "25P04", "57P01", "57P02", "57P03", "57P04", "57P05", "53300"]
+)
+def test_the_end_of_a_session_is_an_outage(state: str) -> None:
+    # Whatever class psycopg files it under: 25P03 is an InternalError to it.
+    error = store_error(psycopg.errors.lookup(state)("the session has ended"), "renewing")
+    assert isinstance(error, StoreUnavailable), state
+    assert not is_refusal(error)
+
+
+async def test_a_session_that_was_ended_in_mid_transaction_is_an_outage(
+    postgres_database: str,
+) -> None:
+    """As after a question that was held up in the network for longer than the server waits."""
+    async with await TrioConnection.connect(postgres_database, autocommit=True) as connection:
+        await connection.execute("begin")
+        await connection.execute("set local idle_in_transaction_session_timeout = 10")
+        await trio.lowlevel.wait_readable(connection.fileno())
+        with pytest.raises(psycopg.Error) as caught:
+            await connection.execute("select 1")
+    assert isinstance(store_error(caught.value, "asking"), StoreUnavailable)

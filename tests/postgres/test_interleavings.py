@@ -90,6 +90,12 @@ MOVES: dict[str, Callable[[str], Play]] = {
     "reconcile": lambda me: [w.Reconcile(*A)],
     "take completing": lambda me: [w.TakeCompleting(f"y{me}", "o", LEASE)],
     "enqueue before all": lambda me: [w.Enqueue(Job("l", id="H", queue="q", priority=9))],
+    "enqueue behind all": lambda me: [w.Enqueue(Job("l", id="Z", queue="q", priority=-9))],
+    "enqueue many": lambda me: [
+        w.EnqueueMany(
+            (Job("l", id="A", queue="q"), Job("l", id="M", queue="q"), Job("l", id="N", queue="q"))
+        )
+    ],
     "enqueue A again": lambda me: [w.Enqueue(Job("l", id="A", queue="q"))],
     "look at notes": lambda me: NOTES,
     "repair": lambda me: [w.RepairLost("q")],
@@ -101,7 +107,15 @@ MOVES: dict[str, Callable[[str], Play]] = {
     ),
 }
 
-ANY = ["claim", "purge", "fail lane", "cancel A", "cancel B", "enqueue before all"]
+ANY = [
+    "claim",
+    "purge",
+    "fail lane",
+    "cancel A",
+    "cancel B",
+    "enqueue before all",
+    "enqueue behind all",
+]
 USERS = [
     "user cancels B",
     "user cancels B and rolls back",

@@ -203,6 +203,62 @@ async def test_a_job_whose_queue_is_being_freed_is_not_lowered(stage: Stage) -> 
     assert await drained(stage) == ["B"]
 
 
+BEHIND = Job("l", id="Z", queue="q")
+
+
+async def test_a_job_that_arrives_behind_others_is_lowered_at_once(stage: Stage) -> None:
+    store = stage.players["A"].store
+    await stage.set(running("A"))
+    await store.enqueue(BEHIND)
+    assert await stage.states() == {"A": "running", "Z": "lowered"}
+    await stage.set(queued("A", "ready"))
+    await store.enqueue(BEHIND)
+    # None of a queue's newcomers but the first; which is not the one that came first.
+    await store.enqueue_many(
+        [Job("l", id=id, queue="r", priority=int(id[1])) for id in ("R0", "S1", "T0")]
+    )
+    states = {"A": "ready", "Z": "lowered", "R0": "lowered", "S1": "ready", "T0": "lowered"}
+    assert await stage.states() == states
+
+
+async def test_a_job_that_arrives_while_its_queue_is_being_freed_is_not_lowered(
+    stage: Stage,
+) -> None:
+    await stage.set(running("A"))
+    async with stage.acting(A=[decide("A")], B=[w.Enqueue(BEHIND)]) as (a, b):
+        await a.through("lock queues")
+        await b.finish()
+        await a.finish()
+    assert await stage.states() == {"A": "settled", "Z": "ready"}
+
+
+async def test_a_job_that_arrives_just_before_its_queue_is_freed_is_raised(stage: Stage) -> None:
+    await stage.set(running("A"))
+    async with stage.acting(A=[decide("A")], B=[w.Enqueue(BEHIND)]) as (a, b):
+        await b.through("try queues")
+        await a.until("lock queues")
+        await a.blocks()
+        await b.finish()
+        await a.finish()
+    assert await stage.states() == {"A": "settled", "Z": "ready"}
+
+
+async def test_who_asks_again_about_a_duplicate_holds_no_lock_of_its_queue(stage: Stage) -> None:
+    await stage.set(running("A"))
+    async with stage.players["A"].session.connected() as connection:
+        await connection.execute("set lock_timeout = '50ms'")
+    admitting_it = admitting(BEHIND, commits=False)
+    async with stage.acting(A=[w.Enqueue(BEHIND)], B=admitting_it) as (a, b):
+        await b.through("enqueue")
+        await a.through("try queues")
+        await a.until("insert")
+        first = len(stage.trace)
+        await a.until("insert")
+        await b.finish()
+        assert (await a.finish())[0].status == "queued"
+    assert not any("try queues" in line for line in stage.trace[first:])
+
+
 async def test_what_was_blocked_when_the_lock_was_tried_is_looked_at_again(stage: Stage) -> None:
     await stage.set(queued("B", "ready"))
     names = {"rows": '[["l"]]'}

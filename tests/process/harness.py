@@ -175,23 +175,27 @@ def overlaps(ledger: Ledger) -> list[str]:
     at work until the kill, which is noted just before it is sent. If its process was frozen, it
     was at work until the freeze, noted when the process stood still. What a frozen process would
     have done next it does when it is thawed, if it stood between waking up and its next checkpoint:
-    so one beat after the thaw is no overlap, and a second one is.
+    so one beat after the thaw is no overlap, and a second one is. That next step may also be the
+    begin of a handler, see `is_stillborn`.
     """
-    killed = {line.pid: line.at for line in ledger.lines("kill")}
-    frozen = defaultdict[int, list[int]](list)
-    for line in ledger.lines("freeze"):
-        frozen[line.pid].append(line.at)
+    frozen, thawed, killed = (moments(ledger, kind) for kind in ("freeze", "thaw", "kill"))
     problems: list[str] = []
     queues = defaultdict[str, list[tuple[int, int, str]]](list)
     for execution in ledger.executions():
         begin, end = execution.begin, execution.end
         name = f"{execution.job} in {execution.worker} ({begin.token})"
-        until = end.at if end is not None else killed.get(begin.pid)
+        if is_stillborn(execution, thawed[begin.pid]):
+            continue
+        # The next kill of this number: over hours the system gives a number to another process.
+        until = next((at for at in killed[begin.pid] if at > begin.at), None)
+        if end is not None:
+            until = end.at
         if until is None:
             problems.append(f"{name} has no end, and was not killed")
             continue
         freezes = [at for at in frozen[begin.pid] if begin.at < at < until]
-        if freezes and (end is None or end.facts["reason"] == "lease_lost"):
+        # Cancelled before the freeze, and the end not written yet, is as good as lost in it.
+        if freezes and (end is None or end.facts["reason"] in ("lease_lost", "cancellation")):
             if sum(beat > freezes[-1] for beat in execution.beats) > 1:
                 problems.append(f"{name} worked on after it was thawed")
             until = freezes[-1]
@@ -205,6 +209,29 @@ def overlaps(ledger: Ledger) -> list[str]:
                     f" end of {first}"
                 )
     return problems
+
+
+def moments(ledger: Ledger, kind: str) -> defaultdict[int, list[int]]:
+    """When something was done to a process, by its number."""
+    found = defaultdict[int, list[int]](list)
+    for line in ledger.lines(kind):
+        found[line.pid].append(line.at)
+    return found
+
+
+def is_stillborn(execution: Execution, thawed: Iterable[int]) -> bool:
+    """Whether a thawed process began it, on a claim that was lost while it stood still.
+
+    Nothing lies between the answer that lets a handler begin and its begin; if the process is
+    frozen just there, the handler begins, and ends at its first checkpoint.
+    """
+    begin, end = execution.begin, execution.end
+    return (
+        end is not None
+        and end.facts["reason"] == "lease_lost"
+        and len(execution.beats) <= 1
+        and any(at < begin.at < at + SECOND for at in thawed)
+    )
 
 
 def out_of_order(ledger: Ledger, rows: Iterable[dict[str, Any]]) -> list[str]:

@@ -264,12 +264,12 @@ class Stage(FaultyStore):
 # -- the process ----------------------------------------------------------------------------------
 
 
-async def serve(config: Config, doer: Doer) -> None:
-    """Work until SIGTERM: the first drains, the second interrupts."""
+async def serve(config: Config, doer: Doer, lanes: Lanes) -> None:
+    """Work on the lanes until SIGTERM: the first drains, the second interrupts."""
     async with open_store(config.database, **config.store) as store:
         staged = Stage(store, config.hold, doer) if config.hold else store
         async with open_watchdog(staged, **config.options) as watchdog:
-            await watchdog.start_lanes(make_lanes(config, doer))
+            await watchdog.start_lanes(lanes)
             with trio.open_signal_receiver(signal.SIGTERM) as signals:
                 doer.ledger.write("ready", owner=staged.owner)
                 await anext(signals)
@@ -311,4 +311,4 @@ if CONFIG:
 
 if __name__ == "__main__":
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
-    trio.run(serve, _config, _doer)
+    trio.run(serve, _config, _doer, lanes)

@@ -35,6 +35,7 @@ async def test_a_handler_that_blocks_for_three_leases_keeps_its_job(tmp_path, en
         block(1.8)
         # Its lease was renewed all the time, so it does not find itself cancelled afterwards,
         # not even before the loop has had a chance to look.
+        assert not job.cancel_scope.cancel_called
         assert job.cancel_reason is None
         await trio.lowlevel.checkpoint()
         await trio.sleep(0.05)

@@ -30,11 +30,11 @@ from trio_watchdog.testing import check_invariants
 class Desk:
     """Answers wishes when it is told to, and remembers what it was asked."""
 
-    def __init__(self) -> None:
+    def __init__(self, share: int | None = None) -> None:
         self.exchanges: list[list[str]] = []
         self.gates: list[trio.Event] = []
         self.error: BaseException | None = None
-        self.exchange = Exchange(self.perform)
+        self.exchange = Exchange(self.perform, share=share)
 
     async def perform(self, asked: Sequence[Wish[Any]]) -> list[str]:
         self.exchanges.append([cast("w.Read", wish).id for wish in asked])
@@ -119,6 +119,29 @@ async def test_tasks_that_ask_in_the_same_turn_share_the_first_exchange(
     assert len(desk.exchanges) == 1
     assert len(desk.exchanges[0]) == 10
     desk.gates[0].set()
+
+
+async def test_of_many_tasks_one_half_is_answered_while_the_other_works(
+    nursery: trio.Nursery,
+) -> None:
+    askers: list[Asker] = []
+    done: list[int] = []
+
+    class Watching(Desk):
+        async def perform(self, asked: Sequence[Wish[Any]]) -> list[str]:
+            done.append(sum(asker.is_done for asker in askers))
+            return await super().perform(asked)
+
+    desk = Watching(share=3)
+    askers += [Asker(desk, nursery, f"{n}") for n in range(10)]
+    for gate in range(3):
+        await settle_down()
+        desk.gates[gate].set()
+    await settle_down()
+    # No half is smaller than the share; the second is sent before an answer is acted upon.
+    assert [len(exchange) for exchange in desk.exchanges] == [5, 3, 2]
+    assert done[:2] == [0, 0]
+    assert all(asker.answers == [f"answer {n}"] for n, asker in enumerate(askers))
 
 
 async def test_a_leader_goes_home_with_its_answer_and_hands_the_lead_over(

@@ -142,6 +142,7 @@ HOT: dict[str, tuple[str, ...]] = {
     "TAKE_COMPLETING": ("watchdog_jobs_single_flight",),
     "PURGE": (),
     "INSERT": (),
+    "INSERT_MANY": (),
 }
 
 

@@ -232,6 +232,36 @@ async def many_admitted_to_one_queue_keep_their_order(open_store: StoreMaker) ->
 
 
 @store_check()
+async def a_first_job_that_was_there_already_does_not_hide_the_second(
+    open_store: StoreMaker,
+) -> None:
+    async with open_store() as (store, _):
+        first = Job("a", 0, queue="q", id="first")
+        await store.enqueue(first)
+        await drain(store, "a")
+        await store.enqueue(Job("a", 1, queue="elsewhere", id="other", priority=9))
+        later = [Job("a", n, queue="q") for n in range(2, 5)]
+        admissions = await store.enqueue_many([first, *later])
+        assert [admission.status for admission in admissions] == ["duplicate", *["queued"] * 3]
+        assert [job.payload for job in await drain(store, "a")] == [1, 2, 3, 4]
+
+
+@store_check()
+async def more_than_go_to_the_database_at_once_are_admitted_or_none(
+    open_store: StoreMaker,
+) -> None:
+    async with open_store() as (store, _):
+        await store.enqueue(Job("a", "first", id="taken"))
+        jobs = [Job("a", n, queue=f"q{n % 2}", priority=n // 400) for n in range(1100)]
+        with raises(JobConflict, "taken"):
+            await store.enqueue_many([*jobs, Job("a", "other", id="taken")])
+        assert ids(await read_all(store)) == ["taken"]
+        admissions = await store.enqueue_many(jobs)
+        assert [admission.job.id for admission in admissions] == ids_of(jobs)
+        assert ids(await read_all(store)) == ["taken", *ids_of(jobs)]
+
+
+@store_check()
 async def a_select_admits_each_row_that_it_yields(open_store: StoreMaker) -> None:
     async with open_store() as (store, _):
         jobs = [

@@ -753,6 +753,12 @@ def whole() -> int:
         return count
 
 
+def without_hints(state: Any) -> Any:
+    """Who met a lock does without it, and so cannot tell whether a job is blocked: it may look."""
+    jobs = [{**row, "hint": row["hint"] is not None} for row in state["jobs"]]
+    return {**state, "jobs": jobs}
+
+
 @pytest.mark.parametrize("projects", [False, True])
 async def test_a_statement_that_the_server_refuses_is_undone_or_tried_again(
     maker_of: Callable[[str], KnownMaker], projects: bool
@@ -765,7 +771,7 @@ async def test_a_statement_that_the_server_refuses_is_undone_or_tried_again(
             state = ("40001", "40P01", "55P03", "53200", "57014")[number % 5]
             here.blow = f"do $$ begin raise exception using errcode = '{state}'; end $$"
             await here.restore(case)
-            states = await here.states(case)
+            states = [without_hints(state) for state in await here.states(case)]
             first = await first_answers(case)
             for point in range(number % 3, len(states) - 1, 3):
                 where = f"{case.name}, {state} at point {point}"
@@ -776,7 +782,7 @@ async def test_a_statement_that_the_server_refuses_is_undone_or_tried_again(
                 except StoreUnavailable:
                     answers = None
                 here.countdown = -1
-                left = await here.dump()
+                left = without_hints(await here.dump())
                 if answers is not None and not any(isinstance(a, Exception) for a in answers):
                     # By its own second try; or the answer was lost after all was done.
                     assert left == states[-1], where
@@ -788,7 +794,7 @@ async def test_a_statement_that_the_server_refuses_is_undone_or_tried_again(
                 again = await here.perform(case.repeated or case.asked)
                 for answer, *possible in zip(again, first, case.again, strict=True):
                     assert gist(answer) in possible, where
-                assert await here.dump() == states[-1], where
+                assert without_hints(await here.dump()) == states[-1], where
 
 
 def test_cases_are_different() -> None:

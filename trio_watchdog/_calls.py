@@ -83,6 +83,6 @@ def many(statement: sql.Statement, rows: Sequence[Sequence[Any]], **parameters: 
 
 
 def promoted(raised: Rows, effects: Effects) -> None:
-    for lane, hint, not_before in raised:
+    for lane, hint, not_before, _ in raised:
         is_deferred = hint == "deferred" and isinstance(not_before, int)
         effects.claimable(lane, not_before if is_deferred else 0)

@@ -822,7 +822,7 @@ _PROMOTE_SQLITE = (
     from ($freed) x where """
     + IS_FREE
     + """)
-returning lane, hint, not_before"""
+returning lane, hint, not_before, true"""
 )
 
 # A row that somebody's open transaction holds is noted, to be looked at again: nobody waits.
@@ -844,9 +844,9 @@ noted as (
     insert into {recheck} (queue) select head.queue from head
     join {jobs} x on x.sequence = head.sequence
     where x.hint = 'lowered' and head.sequence not in (select sequence from got))
-select lane, hint, not_before from raised
+select lane, hint, not_before, true from raised
 union all
-select x.lane, x.hint, x.not_before from head join {jobs} x on x.sequence = head.sequence
+select x.lane, x.hint, x.not_before, false from head join {jobs} x on x.sequence = head.sequence
 where x.hint in ('ready', 'deferred')"""
 )
 

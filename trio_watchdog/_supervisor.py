@@ -119,7 +119,7 @@ class Supervisor:
     async def _take_completions(self) -> None:
         """Finish orphaned completions, at most as many at a time as a lane has workers."""
         runtime = self._runtime
-        while True:
+        while not runtime.is_closing:
             idle = [lane for lane in runtime.lanes.values() if lane.takeovers < lane.plan.workers]
             taken_at = trio.current_time()
             job = await self.take_completing(idle)
@@ -127,6 +127,11 @@ class Supervisor:
                 return
             lane = runtime.lanes.get(job.lane) or runtime.lanes[None]
             lane.takeovers += 1
+            if runtime.is_hurried and not runtime.nursery.child_tasks:
+                # The block has ended while we asked, and its nursery takes no more tasks.
+                with runtime.bounded():
+                    await self._finish(lane, job, taken_at)
+                return
             runtime.start(self._finish, lane, job, taken_at)
 
     async def take_completing(self, lanes: list[LaneState]) -> CompletingJob | None:

@@ -195,5 +195,6 @@ def repair_lost(wishes: Sequence[w.RepairLost], effects: Effects) -> Operation[l
             one(sql.PROMOTE_QUEUE, queue=wish.queue),
         )
         promoted(raised, effects)
-        answers.append(len(raised))
+        # One that is claimable already is told of, but was not lost.
+        answers.append(sum(bool(row[-1]) for row in raised))
     return answers

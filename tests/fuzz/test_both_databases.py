@@ -14,10 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.fuzz.tools import anything, examples, instants, numbers, texts
-from tests.postgres.conftest import postgres_url
 from trio_watchdog import Client, Job, WatchdogError, converter, open_client
-
-__all__ = ["postgres_url"]
 
 
 @pytest.fixture(scope="module")

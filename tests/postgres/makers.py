@@ -11,12 +11,13 @@ import psycopg
 import trio
 from psycopg import sql as compose
 
+from tests.store.makers import KnownMaker
 from trio_watchdog import _statements as sql
 from trio_watchdog._model import QueueTransition
 from trio_watchdog._payload import PAYLOAD_LIMIT
 from trio_watchdog._postgres import PostgresStore, open_postgres_store
 from trio_watchdog._store import Project, Store
-from trio_watchdog.testing import Capability, DurableClock, StoreMaker
+from trio_watchdog.testing import DurableClock
 
 Mode = Literal["session", "pooler"]
 """``session``: prepared statements and LISTEN. ``pooler``: what works behind a transaction pooler,
@@ -64,10 +65,8 @@ def adapted_projector(project: Project) -> Project:
     return adapted  # type: ignore[return-value]
 
 
-class PostgresMaker(StoreMaker):
+class PostgresMaker(KnownMaker):
     """Stores in one database, each in a schema that is emptied between two of them."""
-
-    can: frozenset[Capability] = frozenset({"beside", "step", "raw_sql"})
 
     def __init__(self, url: str, mode: Mode) -> None:
         self.url = url
@@ -79,6 +78,7 @@ class PostgresMaker(StoreMaker):
         self._free: list[str] = []
         self._made = 0
         self._clocks: dict[Store, DurableClock] = {}
+        self._hand: psycopg.Connection[Any] | None = None
 
     def __call__(
         self, *, project: Project | None = None, payload_limit: int = PAYLOAD_LIMIT
@@ -116,9 +116,23 @@ class PostgresMaker(StoreMaker):
     def _empty(self, schema: str) -> None:
         dialect = sql.Dialect("postgres", schema)
         tables = ", ".join(dialect.table(name) for name in TABLES)
-        with psycopg.connect(self.url, autocommit=True) as connection:
-            connection.execute(f"truncate {tables} restart identity".encode())
-            connection.execute("drop table if exists projected")
+        self.hand.execute(f"truncate {tables} restart identity".encode())
+        self.hand.execute("drop table if exists projected")
+
+    @property
+    def hand(self) -> psycopg.Connection[Any]:
+        """A connection for what is done by hand."""
+        if self._hand is None or self._hand.closed:
+            self._hand = psycopg.connect(self.url, autocommit=True)
+        return self._hand
+
+    async def look_after(self, store: Store) -> None:
+        assert isinstance(store, PostgresStore)
+        await store._look_at_notes()
+
+    def close(self) -> None:
+        if self._hand is not None:
+            self._hand.close()
 
     def beside(self, store: Store) -> AbstractAsyncContextManager[Store]:
         assert isinstance(store, PostgresStore)
@@ -129,9 +143,8 @@ class PostgresMaker(StoreMaker):
     ) -> list[tuple[Any, ...]]:
         assert isinstance(store, PostgresStore)
         text = _NAMED.sub(r"%(\1)s", sql.replace("{jobs}", store.dialect.table("jobs")))
-        with psycopg.connect(self.url, autocommit=True) as connection:
-            cursor = connection.execute(text.encode(), parameters)
-            return cursor.fetchall() if cursor.description else []
+        cursor = self.hand.execute(text.encode(), parameters)
+        return cursor.fetchall() if cursor.description else []
 
     async def break_rows(
         self, store: Store, sql: str, parameters: Mapping[str, Any] | None = None
@@ -139,15 +152,14 @@ class PostgresMaker(StoreMaker):
         assert isinstance(store, PostgresStore)
         schema = store.dialect.schema
         # The schema is spoilt by it, so it is not used again.
-        with psycopg.connect(self.url, autocommit=True) as connection:
-            for (name,) in connection.execute(
-                "select conname from pg_constraint where contype in ('c', 'n')"
-                " and conrelid = to_regclass(%s)",
-                (store.dialect.table("jobs"),),
-            ).fetchall():
-                connection.execute(
-                    compose.SQL("alter table {} drop constraint {}").format(
-                        compose.Identifier(schema, "jobs"), compose.Identifier(name)
-                    )
+        for (name,) in self.hand.execute(
+            "select conname from pg_constraint where contype in ('c', 'n')"
+            " and conrelid = to_regclass(%s)",
+            (store.dialect.table("jobs"),),
+        ).fetchall():
+            self.hand.execute(
+                compose.SQL("alter table {} drop constraint {}").format(
+                    compose.Identifier(schema, "jobs"), compose.Identifier(name)
                 )
+            )
         await self.execute(store, sql, parameters)

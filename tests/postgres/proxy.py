@@ -4,6 +4,7 @@
 async with open_proxy(postgres_url) as proxy:
     connection = await TrioConnection.connect(proxy.url)
     proxy.stop("answers")  # the server hears us, we do not hear the server
+    proxy.break_trip(3, "after")  # the third trip from now on is made, its answer lost
 ```
 """
 
@@ -12,7 +13,7 @@ from __future__ import annotations
 import contextlib
 import socket
 import struct
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from typing import Literal
 from urllib.parse import urlsplit
 
@@ -20,6 +21,13 @@ import trio
 
 Direction = Literal["questions", "answers"]
 BOTH: tuple[Direction, ...] = ("questions", "answers")
+
+When = Literal["before", "during", "after"]
+"""A trip is lost before the server hears of it; before its end, so that it is undone; or when it
+has been made, with its answer."""
+
+_ENCRYPTION = (80877103, 80877104)
+"""Codes of requests that precede a connection's first message."""
 
 
 class Proxy:
@@ -36,6 +44,9 @@ class Proxy:
         """Seconds that each piece of data waits before it goes on."""
         self.connections = 0
         """How many were accepted so far."""
+        self.trips = 0
+        """How many questions were asked since `break_trip`, by all connections together."""
+        self._broken: tuple[int, When] | None = None
         for direction in BOTH:
             self._gates[direction] = trio.Event()
         self.forward()
@@ -68,6 +79,11 @@ class Proxy:
                 # With a linger time of zero, closing resets.
                 stream.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
             scope.cancel()
+
+    def break_trip(self, number: int, when: When) -> None:
+        """Break the connection that makes the ``number``-th trip from now on."""
+        self.trips = 0
+        self._broken = number, when
 
     async def refuse(self) -> None:
         """Refuse new connections. The port can be opened again with `accept`."""
@@ -103,8 +119,9 @@ class Proxy:
                 far = await trio.open_tcp_stream(host, port)
                 streams.append(far)
                 async with trio.open_nursery() as nursery:
-                    nursery.start_soon(self._pump, "questions", near, far, scope)
-                    nursery.start_soon(self._pump, "answers", far, near, scope)
+                    trips = Trips(self)
+                    nursery.start_soon(self._pump, "questions", near, far, scope, trips.asked)
+                    nursery.start_soon(self._pump, "answers", far, near, scope, trips.answered)
             except OSError:
                 pass  # nobody there: the near side sees its connection closed
             finally:
@@ -118,15 +135,83 @@ class Proxy:
         source: trio.SocketStream,
         sink: trio.SocketStream,
         scope: trio.CancelScope,
+        passes: Callable[[bytes], tuple[bytes, bool]],
     ) -> None:
         with contextlib.suppress(trio.BrokenResourceError):
             async for data in source:
                 if self.delay:
                     await trio.sleep(self.delay)
                 await self._gates[direction].wait()
-                await sink.send_all(data)
+                passed, is_broken = passes(data)
+                await sink.send_all(passed)
+                if is_broken:
+                    break
         await self._gates[direction].wait()
         scope.cancel()  # one side has gone, so the other goes too
+
+
+class Trips:
+    """The trips of one connection: what it asks up to a point at which it waits for an answer."""
+
+    def __init__(self, proxy: Proxy) -> None:
+        self._proxy = proxy
+        self._asked = bytearray()
+        self._answered = bytearray()
+        self._has_begun = False
+        self._is_lost = False
+
+    def asked(self, data: bytes) -> tuple[bytes, bool]:
+        """What of it the server is to hear, and whether that is all that it will ever hear."""
+        self._asked += data
+        passed = bytearray()
+        # Held back until it is known where the trip ends.
+        trip = bytearray()
+        start = 0
+        while (message := self._message(self._asked, start)) is not None:
+            start += len(message)
+            trip += message
+            if self._has_begun and message[:1] in b"SQ":
+                when = self._when()
+                if when == "before":
+                    return bytes(passed), True
+                if when == "during":
+                    return bytes(passed + trip[: -len(message)]), True
+                self._is_lost = when == "after"
+            elif self._has_begun and message[:1] in b"PBDECH":
+                continue
+            elif not self._has_begun:
+                self._has_begun = int.from_bytes(message[4:8], "big") not in _ENCRYPTION
+            passed += trip
+            trip.clear()
+        self._asked = trip + self._asked[start:]
+        return bytes(passed), False
+
+    def answered(self, data: bytes) -> tuple[bytes, bool]:
+        """What of it the client is to hear, and whether that is all that it will ever hear."""
+        if not self._is_lost:
+            return data, False
+        self._answered += data
+        while (message := self._message(self._answered, 0)) is not None:
+            del self._answered[: len(message)]
+            if message[:1] == b"Z":
+                # Ready for the next question: it has been done.
+                return b"", True
+        return b"", False
+
+    def _when(self) -> When | None:
+        self._proxy.trips += 1
+        if self._proxy._broken is None or self._proxy.trips != self._proxy._broken[0]:
+            return None
+        return self._proxy._broken[1]
+
+    def _message(self, data: bytearray, start: int) -> bytes | None:
+        """The message that begins there, if it is there as a whole."""
+        # The first one of a connection has no letter in front.
+        head = 1 if self._has_begun else 0
+        if len(data) < start + head + 4:
+            return None
+        end = start + head + int.from_bytes(data[start + head : start + head + 4], "big")
+        return bytes(data[start:end]) if len(data) >= end else None
 
 
 @contextlib.asynccontextmanager

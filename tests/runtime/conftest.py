@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import inspect
 import logging
+import math
 import random
 from collections.abc import AsyncGenerator, Awaitable, Callable
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +19,12 @@ import pytest
 import trio
 from trio.testing import MockClock
 
+from tests.store.makers import KnownMaker
 from trio_watchdog import Watchdog, open_watchdog
 from trio_watchdog._open import open_store
+from trio_watchdog._store import Store
+from trio_watchdog._wishes import Wish
+from trio_watchdog.testing import DurableClock
 from trio_watchdog.testing._faulty import FaultyStore
 
 Open = Callable[..., AbstractAsyncContextManager[Watchdog]]
@@ -42,10 +47,69 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture
-async def store() -> AsyncGenerator[FaultyStore]:
-    """A store in memory, whose time is Trio's, and which fails when told to."""
-    async with open_store(":memory:") as inner:
-        yield FaultyStore(inner)
+def kind() -> str:
+    """The kind of store; a test that is for all of them is parametrised with it."""
+    return "memory"
+
+
+@pytest.fixture
+async def store(kind: str, maker_of: Callable[[str], KnownMaker]) -> AsyncGenerator[FaultyStore]:
+    """A store, in memory unless a test wants others, whose time is Trio's, failing when told to."""
+    if kind == "memory":
+        async with open_store(":memory:") as inner:
+            yield FaultyStore(inner)
+        return
+    maker = maker_of(kind)
+    standstill = Standstill()
+    clock = DurableClock(trio_clock=standstill.clock)
+    async with AsyncExitStack() as stack:
+        with standstill:
+            inner, _ = await stack.enter_async_context(maker._open(clock))
+        yield FaultyStore(TimelessStore(inner, maker, standstill))
+        with standstill:
+            await stack.aclose()
+
+
+class Standstill:
+    """Mock time does not jump inside of this block, which waits for a server or a thread."""
+
+    def __init__(self) -> None:
+        clock = trio.lowlevel.current_clock()
+        assert isinstance(clock, MockClock)
+        self.clock = clock
+        self._depth = 0
+
+    def __enter__(self) -> None:
+        self._depth += 1
+        self.clock.autojump_threshold = math.inf
+
+    def __exit__(self, *exc_info: object) -> None:
+        self._depth -= 1
+        if not self._depth:
+            self.clock.autojump_threshold = 0
+
+
+class TimelessStore(FaultyStore):
+    """A store whose work takes no mock time. It renews on the loop, and does not watch others."""
+
+    def __init__(self, store: Store, maker: KnownMaker, standstill: Standstill) -> None:
+        super().__init__(store)
+        self._maker = maker
+        self._standstill = standstill
+
+    async def submit(self, *asked: Wish[Any]) -> list[Any]:
+        with self._standstill:
+            return await super().submit(*asked)
+
+    def open_renewer(self) -> None:
+        return None
+
+    async def watch(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
+        task_status.started()
+        while True:
+            await trio.sleep(5)
+            with self._standstill:
+                await self._maker.look_after(self.store)
 
 
 @pytest.fixture

@@ -13,6 +13,7 @@ from collections.abc import Awaitable, Callable
 import pytest
 import trio
 
+from tests.kinds import THEMSELVES, points
 from trio_watchdog import (
     Complete,
     CompletingJob,
@@ -158,6 +159,7 @@ async def check_the_end(store: FaultyStore, program: Program, *, was_stopped: bo
     assert not +program.running
 
 
+@pytest.mark.parametrize("kind", THEMSELVES)
 async def test_the_program_ends_as_expected_when_nothing_happens(open_it, store):
     program = Program()
     await store.enqueue_many(JOBS)
@@ -168,7 +170,7 @@ async def test_the_program_ends_as_expected_when_nothing_happens(open_it, store)
 
 
 @pytest.mark.parametrize("when", ["before", "after"])
-@pytest.mark.parametrize("call", range(1, 60))
+@points("call", range(1, 60))
 async def test_any_exchange_may_fail(open_it, store, ends, when, call):
     program = Program()
     await store.enqueue_many(JOBS)
@@ -181,7 +183,7 @@ async def test_any_exchange_may_fail(open_it, store, ends, when, call):
         assert len(ends.of(id)) == attempts, id
 
 
-@pytest.mark.parametrize("call", range(1, 60, 4))
+@points("call", range(1, 60, 4))
 async def test_the_store_may_be_away_for_a_while_from_any_exchange_on(open_it, store, call):
     program = Program()
     await store.enqueue_many(JOBS)
@@ -204,7 +206,7 @@ class Stopper(trio.abc.Instrument):
             self.scope.cancel()
 
 
-@pytest.mark.parametrize("step", [*range(1, 60, 1), *range(60, 500, 11)])
+@points("step", [*range(1, 60, 1), *range(60, 500, 11)])
 async def test_the_block_may_be_cancelled_at_any_step(open_it, store, caplog, step):
     caplog.set_level(logging.ERROR)
     program = Program()

@@ -16,6 +16,7 @@ from trio_watchdog import (
     OutcomeUnknown,
     RetryPolicy,
     RunningJob,
+    SettledJob,
 )
 from trio_watchdog._rules import Settle
 
@@ -239,6 +240,26 @@ async def test_orphaned_completions_are_taken_over_once_their_lease_has_ended(op
         for id in ("a", "b", "c"):
             await watchdog.wait_settled(id)
     assert sorted(finished) == ["a", "b", "c"]
+
+
+@pytest.mark.parametrize("has_hook", [True, False])
+async def test_a_completion_may_be_taken_over_while_the_block_ends(open_it, store, has_hook):
+    async def handler(job: RunningJob):
+        return None
+
+    async def hook(job: CompletingJob):
+        await trio.sleep(1)
+
+    await leave_completing(store, "x")
+    await trio.sleep(121)
+    # Every lane has ended before the supervisor hears what it has taken.
+    store.delay("take_completing", 3, when="after")
+    async with open_it() as watchdog:
+        await watchdog.start_lane("mail", handler, on_completing=hook if has_hook else None)
+        await trio.sleep(1)
+        assert store.calls["take_completing"] == 1
+    # A stop begins no hook; the next start does.
+    assert isinstance(await store.read("x"), CompletingJob if has_hook else SettledJob)
 
 
 async def test_takeovers_are_at_most_as_many_as_the_lane_has_workers(open_it, store):

@@ -9,6 +9,7 @@ import pytest
 import trio
 from trio.testing import wait_all_tasks_blocked
 
+from tests.kinds import THEMSELVES
 from trio_watchdog import (
     ClaimUnavailable,
     Complete,
@@ -26,6 +27,11 @@ from trio_watchdog import (
     open_watchdog,
 )
 from trio_watchdog._outage import Outage
+
+
+@pytest.fixture(params=THEMSELVES)
+def kind(request: pytest.FixtureRequest) -> str:
+    return request.param
 
 
 async def nothing(job: RunningJob):

@@ -1,4 +1,4 @@
-"""The kinds of SQLite store, as the store checks want them."""
+"""Stores on SQLite, as the checks and the longer suites want them."""
 
 from __future__ import annotations
 
@@ -13,13 +13,48 @@ from trio_watchdog._open import open_store
 from trio_watchdog._payload import PAYLOAD_LIMIT
 from trio_watchdog._sqlite import FileStore, InlineStore
 from trio_watchdog._store import Project, Store
-from trio_watchdog.testing import Capability, DurableClock, FaultyStore, StoreMaker
+from trio_watchdog.testing import (
+    Capability,
+    DurableClock,
+    FaultyStore,
+    StoreMaker,
+    broken_invariants,
+    broken_rows,
+)
+from trio_watchdog.testing._invariants import _COLUMNS as COLUMNS
 
 
-class SQLiteMaker(StoreMaker):
-    """What the kinds have in common."""
+class KnownMaker(StoreMaker):
+    """Makes stores into which tests can look."""
 
     can: frozenset[Capability] = frozenset({"beside", "step", "raw_sql"})
+
+    has_one_writer: bool = False
+    """Operations that share an exchange run one after the other, each as a whole."""
+
+    async def rows(self, store: Store) -> list[dict[str, Any]]:
+        """All that is in the table of jobs."""
+        rows = await self.execute(store, f"select {COLUMNS} from {{jobs}} order by sequence")
+        return [dict(zip(COLUMNS.split(", "), row, strict=True)) for row in rows]
+
+    async def broken(self, store: Store) -> list[str]:
+        """What must never be true of the table, and is."""
+        return broken_rows(await self.rows(store))
+
+    async def look_after(self, store: Store) -> None:
+        """What the store's `watch` does besides watching, once."""
+
+    def close(self) -> None:
+        """Leave nothing open."""
+
+
+class SQLiteMaker(KnownMaker):
+    """What the kinds have in common."""
+
+    has_one_writer = True
+
+    async def broken(self, store: Store) -> list[str]:
+        return broken_invariants(store)
 
     def __call__(
         self, *, project: Project | None = None, payload_limit: int = PAYLOAD_LIMIT
@@ -183,12 +218,3 @@ class FaultyMaker(MemoryMaker):
     def _execute(self, store: Store, *args: Any, **options: Any) -> list[tuple[Any, ...]]:
         assert isinstance(store, FaultyStore)
         return super()._execute(store.store, *args, **options)
-
-
-MAKERS: dict[str, StoreMaker] = {
-    "memory": MemoryMaker(),
-    "file": FileMaker(),
-    "borrowed-memory": BorrowedMemoryMaker(),
-    "borrowed-file": BorrowedFileMaker(),
-    "faulty": FaultyMaker(),
-}

@@ -20,7 +20,6 @@ import psycopg
 import pytest
 import trio
 
-from tests.postgres.conftest import postgres_database, postgres_url
 from trio_watchdog import (
     Client,
     ExecutionFailed,
@@ -46,8 +45,6 @@ from trio_watchdog import (
 )
 from trio_watchdog import _errors as errors
 from trio_watchdog._open import open_store
-
-__all__ = ["postgres_database", "postgres_url"]
 
 
 @pytest.fixture

@@ -10,10 +10,9 @@ from pathlib import Path
 import psycopg
 import pytest
 
-from tests.postgres.conftest import make_database, postgres_database, postgres_url
 from tests.process.conftest import database
 
-__all__ = ["database", "make_database", "postgres_database", "postgres_url"]
+__all__ = ["database"]
 
 ByHand = Callable[..., None]
 

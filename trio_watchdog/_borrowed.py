@@ -17,7 +17,7 @@ from . import _operations as operations
 from . import _statements as sql
 from ._errors import InvalidJob, StoreInvalid
 from ._identity import fresh_id
-from ._model import Admission, CancellationResult, Job, QueueHead
+from ._model import Admission, CancellationResult, Job, QueueHead, check_job
 from ._operations import Effects, Operation
 from ._payload import PAYLOAD_LIMIT, check_payload_size
 from ._wishes import Cancel, Enqueue
@@ -57,7 +57,7 @@ def enqueue_statement(
     ``paramstyle`` is by default what sqlite3 (``"named"``) and psycopg (``"pyformat"``) take;
     ``"numeric_dollar"`` is asyncpg's. ``schema`` is for PostgreSQL.
     """
-    check_payload_size(job.encoded, payload_limit)
+    check_payload_size(check_job(job).encoded, payload_limit)
     if dialect not in ("sqlite", "postgres"):
         raise ValueError(f"dialect is {dialect!r}; 'sqlite' or 'postgres' are allowed")
     names = [column.split() for column in sql.INSERT.columns.split(", ")]
@@ -122,7 +122,7 @@ class SQLiteTransaction:
 
     def enqueue(self, job: Job) -> Admission:
         """Admit the job when the caller's transaction commits. Raises `JobConflict`."""
-        answers = self._run(lambda effects: operations.enqueue([Enqueue(job)], effects))
+        answers = self._run(lambda effects: operations.enqueue([Enqueue(check_job(job))], effects))
         if isinstance(answers[0], Exception):
             raise answers[0]
         return answers[0]
@@ -131,7 +131,8 @@ class SQLiteTransaction:
         self, id: str, *, cancellation_id: str | None = None, only_if_queued: bool = False
     ) -> CancellationResult:
         """Ask that a job stop, when the caller's transaction commits."""
-        wish = Cancel(id, cancellation_id or fresh_id(), only_if_queued)
+        chosen = fresh_id() if cancellation_id is None else cancellation_id
+        wish = Cancel(id, chosen, only_if_queued)
         return self._run(lambda effects: operations.cancel_one(wish, effects))
 
     def read_queue_head(self, queue: str) -> QueueHead:

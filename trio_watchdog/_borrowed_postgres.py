@@ -12,7 +12,7 @@ from . import _operations as operations
 from . import _statements as sql
 from ._errors import StoreInvalid
 from ._identity import fresh_id
-from ._model import Admission, CancellationResult, Job, QueueHead
+from ._model import Admission, CancellationResult, Job, QueueHead, check_job
 from ._operations import Call, Effects, Operation
 from ._psycopg_errors import store_error
 from ._wishes import Cancel, Enqueue
@@ -53,13 +53,15 @@ class _Common:
 
 
 def _enqueue(job: Job) -> Begin[list[Any]]:
-    return lambda effects: operations.enqueue([Enqueue(job)], effects)
+    wish = Enqueue(check_job(job))
+    return lambda effects: operations.enqueue([wish], effects)
 
 
 def _cancel(
     id: str, cancellation_id: str | None, only_if_queued: bool
 ) -> Begin[CancellationResult]:
-    wish = Cancel(id, cancellation_id or fresh_id(), only_if_queued)
+    chosen = fresh_id() if cancellation_id is None else cancellation_id
+    wish = Cancel(id, chosen, only_if_queued)
     return lambda effects: operations.cancel_one(wish, effects)
 
 

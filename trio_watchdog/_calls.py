@@ -38,8 +38,8 @@ class Effects:
     """What a transaction did that others want to know, once it has been committed."""
 
     payload_limit: int
-    is_brief: bool = False
-    """The transaction is ours and waits for nobody, so an admission may try queue locks in it."""
+    lockable: int = 0
+    """Locks of queues that admissions may still try: of a transaction of ours that ends soon."""
     lanes: dict[str, int] = field(factory=dict[str, int])
     """Lane to the earliest instant at which a job of it may be claimable; 0 is now."""
     cancelled: bool = False

@@ -15,7 +15,7 @@ from collections.abc import (
 )
 from contextlib import asynccontextmanager, contextmanager
 from datetime import datetime
-from typing import Any, Literal, TypeVar, cast
+from typing import Any, TypeVar, cast, get_args
 
 import trio
 from attrs import evolve
@@ -35,6 +35,7 @@ from ._model import (
     StoredJob,
     WakeState,
     check_instant,
+    check_job,
     check_reason,
     check_seconds,
     check_text,
@@ -43,6 +44,7 @@ from ._model import (
 from ._open import Database, open_store
 from ._outage import Outage
 from ._retention import Retention, prune
+from ._rules import State
 from ._store import Project, Store
 from ._wake import Doorbell
 
@@ -92,11 +94,11 @@ class Client:
         Raises `JobConflict` when its id belongs to a job that differs in queue, lane, priority,
         payload or recovery, and `InvalidJob` when its payload is over the limit.
         """
-        return await self._ask(wishes.Enqueue(_checked(job)))
+        return await self._ask(wishes.Enqueue(check_job(job)))
 
     async def enqueue_many(self, jobs: Iterable[Job]) -> list[Admission]:
         """As `enqueue` for each job, in one transaction: all are admitted or none."""
-        return await self._ask(wishes.EnqueueMany(tuple(_checked(job) for job in jobs)))
+        return await self._ask(wishes.EnqueueMany(tuple(check_job(job) for job in jobs)))
 
     async def enqueue_select(
         self, sql: str, parameters: Sequence[Any] | Mapping[str, Any] = ()
@@ -149,16 +151,14 @@ class Client:
 
     async def list_jobs(
         self,
-        state: Literal["queued", "running", "completing", "settled"] | None = None,
+        state: State | None = None,
         lane: str | None = None,
         queue: str | None = None,
         limit: int = 100,
     ) -> list[StoredJob]:
         """Up to ``limit`` jobs for a listing, newest first: of one state, lane or queue, or all."""
-        if state not in (None, "queued", "running", "completing", "settled"):
-            raise InvalidJob(
-                f"state is {shown(state)}; queued, running, completing and settled are allowed"
-            )
+        if state is not None and state not in get_args(State):
+            raise InvalidJob(f"state is {shown(state)}; {', '.join(get_args(State))} are allowed")
         for value, name in ((lane, "lane"), (queue, "queue")):
             if value is not None:
                 check_text(value, name)
@@ -253,12 +253,6 @@ class Client:
             delay = min(delay * 1.5, self._poll)
 
 
-def _checked(job: Job) -> Job:
-    if not isinstance(cast("object", job), Job):
-        raise TypeError(f"{shown(job)} is not a Job")
-    return job
-
-
 # -- opening --------------------------------------------------------------------------------------
 
 
@@ -281,7 +275,7 @@ async def open_client(
     """
     check_seconds(retry_for, "retry_for")
     check_seconds(poll, "poll", positive=True)
-    with unwrapped():
+    with unwrapped() as body:
         async with open_store(database, project=project, **options) as store:
             async with trio.open_nursery() as nursery:
                 doorbell = Doorbell(store.now)
@@ -298,7 +292,11 @@ async def open_client(
                             await nursery.start(store.watch)
                             is_watching = True
 
-                yield Client(store, doorbell, outage, retry_for=retry_for, poll=poll, watch=watch)
+                client = Client(
+                    store, doorbell, outage, retry_for=retry_for, poll=poll, watch=watch
+                )
+                with body.watched():
+                    yield client
                 nursery.cancel_scope.cancel("the client is closed")
 
 
@@ -307,16 +305,34 @@ def fresh_random() -> random_module.Random:
     return random_module.Random()  # noqa: S311 (jitter is no secret)
 
 
+class Body:
+    """What the block inside of a context manager of ours has raised."""
+
+    error: BaseException | None = None
+
+    @contextmanager
+    def watched(self) -> Generator[None]:
+        """Remember what the block raises, which may be a group of its own."""
+        try:
+            yield
+        except BaseException as error:
+            self.error = error
+            raise
+
+
 @contextmanager
-def unwrapped() -> Generator[None]:
+def unwrapped() -> Generator[Body]:
     """Raise a lone error as itself: callers should not have to know about our nurseries."""
     lone: BaseException | None = None
+    body = Body()
     try:
-        yield
+        yield body
     except BaseExceptionGroup as group:
-        lone = _lone(group)
+        lone = _lone(group, body.error)
         if lone is None:
             raise
+    finally:
+        body.error = None
     if lone is not None:
         try:
             raise lone
@@ -324,15 +340,27 @@ def unwrapped() -> Generator[None]:
             del lone
 
 
-def _lone(group: BaseExceptionGroup[BaseException]) -> BaseException | None:
+def _shape(error: BaseException) -> Any:
+    """What tells a group from others though Trio, on its way, has made it anew."""
+    if not isinstance(error, BaseExceptionGroup):
+        return id(error)
+    group = cast("BaseExceptionGroup[BaseException]", error)
+    return group.message, tuple(map(_shape, group.exceptions))
+
+
+def _lone(
+    group: BaseExceptionGroup[BaseException], whole: BaseException | None
+) -> BaseException | None:
+    """The only error in the group, of which ``whole`` is not taken apart."""
     leaves: list[BaseException] = []
-    groups = [group]
+    shape = None if whole is None else _shape(whole)
+    groups: list[BaseException] = [group]
     while groups:
-        for error in groups.pop().exceptions:
-            if isinstance(error, BaseExceptionGroup):
-                groups.append(cast("BaseExceptionGroup[BaseException]", error))
-            else:
-                leaves.append(error)
+        error = groups.pop()
+        if _shape(error) != shape and isinstance(error, BaseExceptionGroup):
+            groups += cast("BaseExceptionGroup[BaseException]", error).exceptions
+        else:
+            leaves.append(error)
     first = leaves[0]
     if len(leaves) > 1:
         # A store that has gone bad is met by every task that uses it.

@@ -53,12 +53,11 @@ async def _vitals(store: Store) -> list[Finding]:
 
 
 async def _rows(store: Store) -> list[Finding]:
-    after = count = 0
+    after: int | None = 0
+    count = 0
     findings: list[Finding] = []
-    while True:
+    while after is not None:
         checked = await store.ask(CheckRows(after))
-        if not checked.count:
-            break
         after = checked.last
         count += checked.count
         findings += [Finding("fault", "rows", text) for _, text in checked.faults]

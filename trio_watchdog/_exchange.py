@@ -1,6 +1,6 @@
 """Group commit: many tasks, one exchange with the database at a time.
 
-While one exchange is under way further wishes collect, and all go together in the next. No timer:
+While one exchange is under way further wishes collect, and go together in the next. No timer:
 an idle process has no added latency, a busy one shares its round trips and its commits. There is
 no background task either: one of the tasks that wait leads, and when it has its own answers hands
 the lead to another.
@@ -27,8 +27,8 @@ Perform = Callable[[Sequence[Wish[Any]]], Awaitable[Sequence[Any]]]
 class Exchange:
     """Collects wishes and has them answered together.
 
-    With ``share``, for databases that work outside of this process: of more tasks than that, only
-    half go along, so that one half is answered while the other is worked on here.
+    With ``share``, for databases that work outside of this process: of twice as many tasks or more
+    only half go along, so that one half is answered while the other is worked on here.
     """
 
     def __init__(self, perform: Perform, *, share: int | None = None) -> None:
@@ -46,15 +46,11 @@ class Exchange:
         await trio.lowlevel.checkpoint_if_cancelled()
         submission = _Submission(asked)
         self._pending.append(submission)
-        if self._is_led:
+        is_first = not self._is_led
+        if not is_first:
             await self._wait(submission)
-            if submission.answers is None:
-                await self._lead(submission)
-        else:
-            self._is_led = True
-            # One turn of the loop, in which tasks woken together with this one add their wishes.
-            await trio.lowlevel.cancel_shielded_checkpoint()
-            await self._lead(submission)
+        if submission.answers is None:
+            await self._lead(submission, is_first=is_first)
         assert submission.answers is not None
         return submission.answers.unwrap()
 
@@ -69,11 +65,15 @@ class Exchange:
         await trio.lowlevel.wait_task_rescheduled(abort)
         submission.task = None
 
-    async def _lead(self, submission: _Submission) -> None:
+    async def _lead(self, submission: _Submission, *, is_first: bool) -> None:
+        self._is_led = True
         try:
+            if is_first:
+                # A turn of the loop, in which tasks woken together with this one add their wishes.
+                await trio.lowlevel.cancel_shielded_checkpoint()
             while submission.answers is None:
                 await self._exchange()
-            if self._share is not None and self._pending:
+            if self._share is not None and len(self._pending) >= self._share:
                 # The other half, sent before those who have just been answered run.
                 await self._exchange()
         finally:
@@ -89,10 +89,10 @@ class Exchange:
     async def _exchange(self) -> None:
         batch: list[_Submission] = []
         size = 0
-        share = len(self._pending)
-        if self._share is not None:
-            share = max(self._share, (share + 1) // 2)
-        while self._pending and size < EXCHANGE_LIMIT and len(batch) < share:
+        most = len(self._pending)
+        if self._share is not None and most >= 2 * self._share:
+            most = (most + 1) // 2
+        while len(batch) < most and size < EXCHANGE_LIMIT:
             batch.append(self._pending.pop(0))
             size += len(batch[-1].asked)
         asked = [wish for submission in batch for wish in submission.asked]

@@ -42,8 +42,8 @@ OTHERS = Others.OTHERS
 Handler = Callable[[RunningJob], Awaitable[Decision | Retry | None]]
 """An async function that does one job."""
 
-Hook = Callable[[CompletingJob], Awaitable[object]]
-"""A lane's completion hook; may be called more than once for a job."""
+Hook = Callable[[CompletingJob], object]
+"""A lane's completion hook, async or plain; may be called more than once for a job."""
 
 RetryChoice = RetryPolicy | Callable[[RunningJob], RetryPolicy | None] | None
 
@@ -66,7 +66,7 @@ class Plan:
         if self.name is not OTHERS:
             check_text(self.name, "lane")
         for name, function in (("handler", self.handler), ("on_completing", self.on_completing)):
-            if not callable(function) and function is not None:
+            if not callable(function) and (function is not None or name == "handler"):
                 raise TypeError(f"{name} is {function!r:.80}, not an async function")
         check_integer(self.workers, "workers", 1, WORKERS_LIMIT)
         if self.timeout is not None:

@@ -245,6 +245,13 @@ class Job:
         object.__setattr__(self, "encoded", encode_payload(self.payload))
 
 
+def check_job(job: Any) -> Job:
+    """The job; `TypeError` for anything else."""
+    if not isinstance(job, Job):
+        raise TypeError(f"{shown(job)} is not a Job")
+    return job
+
+
 # -- how a handler says that it ended -------------------------------------------------------------
 
 

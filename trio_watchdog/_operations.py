@@ -68,11 +68,8 @@ T = TypeVar("T")
 PAGE_LIMIT = 256
 """Jobs in one page of the settled feed, and that one `fail_lane` settles."""
 
-ADMISSION_CHUNK = 500
+ADMISSION_CHUNK = 1000
 """Jobs of one admission that go to the database together; more would block the event loop."""
-
-LOCKED_LIMIT = 5000
-"""Jobs of one admission that may keep the locks of their queues until it is committed."""
 
 DUE = 4
 """Where `insertion` has the instant."""
@@ -97,6 +94,9 @@ def enqueue(wishes: Sequence[w.Enqueue], effects: Effects) -> Operation[list[Any
 
 def enqueue_many(wishes: Sequence[w.EnqueueMany], effects: Effects) -> Operation[list[Any]]:
     answers: list[Any] = []
+    if sum(len(wish.jobs) for wish in wishes) > ADMISSION_CHUNK:
+        # Between two trips a handler may block the loop: no queue shall wait for that.
+        effects.lockable = 0
     for wish in wishes:
         answers.append((yield from _admit_all(wish.jobs, effects)))
     return answers
@@ -104,6 +104,8 @@ def enqueue_many(wishes: Sequence[w.EnqueueMany], effects: Effects) -> Operation
 
 def enqueue_select(wishes: Sequence[w.EnqueueSelect], effects: Effects) -> Operation[list[Any]]:
     answers: list[Any] = []
+    # Callers' statements may take long.
+    effects.lockable = 0
     for wish in wishes:
         rows: list[dict[str, Any]] = yield Call(wish.sql, wish.parameters)
         jobs = [job_from_columns(row) for row in rows]
@@ -113,8 +115,6 @@ def enqueue_select(wishes: Sequence[w.EnqueueSelect], effects: Effects) -> Opera
 
 def _admit_all(jobs: Sequence[Job], effects: Effects) -> Operation[list[Admission]]:
     admissions: list[Admission] = []
-    # More would hold a queue's lock for longer than those who free the queue should wait.
-    effects.is_brief &= len(jobs) <= LOCKED_LIMIT
     for start in range(0, len(jobs), ADMISSION_CHUNK):
         chunk = jobs[start : start + ADMISSION_CHUNK]
         for admission in (yield from _admit(chunk, effects, sql.INSERT_MANY)):
@@ -157,14 +157,16 @@ def _admit(
         if not fitting:
             break
         insertions = {index: insertion(jobs[index]) for index in fitting}
-        rows = many(insert, list(insertions.values()))
+        inserting = many(insert, list(insertions.values()))
         # A queue of its own, as a job has by default, nobody is in front of.
-        queues = {jobs[index].queue for index in fitting if jobs[index].queue != jobs[index].id}
+        named = {jobs[index].queue for index in fitting if jobs[index].queue != jobs[index].id}
+        tried = [(queue,) for queue in sorted(named)[: effects.lockable]]
+        effects.lockable -= len(tried)
         inserted: Rows
-        if queues and effects.is_brief:
-            _, inserted = yield (many(sql.TRY_QUEUES, [(queue,) for queue in queues]), rows)
+        if tried:
+            _, inserted = yield (many(sql.TRY_QUEUES, tried), inserting)
         else:
-            inserted = yield rows
+            inserted = yield inserting
         if insert is sql.INSERT_MANY and len(inserted) < len(fitting):
             yield many(sql.PROMOTE, [(row[0],) for row in inserted])
         sequences: dict[str, int] = {row[0]: row[1] for row in inserted}
@@ -305,8 +307,8 @@ def cancel_one(wish: w.Cancel, effects: Effects) -> Operation[CancellationResult
         rows: Rows = yield one(sql.READ_CANCELLATION, id=id, cancellation_id=cancellation_id)
         if not rows:
             return CancellationResult("missing")
-        _, recorded, _, queue, is_used = rows[0]
-        state, outcome = standing(id, rows[0][0], rows[0][2])
+        state, recorded, outcome, queue, is_used = rows[0]
+        state, outcome = standing(id, state, outcome)
         result = rules.cancellation(
             state,
             recorded,
@@ -957,7 +959,7 @@ def take_completing(
         rows: Rows = yield one(
             sql.TAKE_COMPLETING,
             token=check_text(wish.token, "token"),
-            owner=wish.owner,
+            owner=check_text(wish.owner, "owner"),
             lease=wish.lease,
             lanes=None if wish.lanes is None else json.dumps(wish.lanes),
             without=json.dumps(wish.without),

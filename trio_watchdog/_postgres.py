@@ -80,8 +80,12 @@ LOCK_SECONDS = 0.25
 share the trip are not held up for long by an application's."""
 
 SHARE = 16
-"""Tasks whose questions go together at least: of many more, half are worked on while the server
-answers the other half. A commit costs as much as executing the statements of about so many."""
+"""Lanes' tasks whose wishes go together at least; of twice as many, half are worked on while the
+server answers the other half. A commit costs as much as the statements of about so many."""
+
+QUEUE_LOCKS = 256
+"""Locks of queues that the admissions of one transaction may try: the server's table of locks is
+shared by everybody, and has room for some thousands."""
 
 HASTE_SECONDS = 0.05
 """The same for a wish that travels alone since it met a lock before."""
@@ -599,9 +603,7 @@ class PostgresStore(Store):
         self._lanes = Session(conninfo, self.dialect, clock, prepare)
         self._callers = Session(conninfo, self.dialect, clock, prepare)
         self._lane_exchange = Exchange(lambda asked: self._perform(self._lanes, asked), share=SHARE)
-        self._caller_exchange = Exchange(
-            lambda asked: self._perform(self._callers, asked), share=SHARE
-        )
+        self._caller_exchange = Exchange(lambda asked: self._perform(self._callers, asked))
         self._must_notify = trio.Event()
         self._is_watched = False
         self._offset: float | None = None
@@ -747,8 +749,7 @@ class PostgresStore(Store):
         is_whole = bool(kinds & _WHOLE) or (
             self._project is not None and not kinds <= operations.READS
         )
-        # Who met a lock once holds none while waiting for it again.
-        effects = Effects(self.payload_limit, is_brief=not is_hasty)
+        effects = self._effects(is_hasty)
         try:
             if is_whole:
                 return await self._in_transactions(session, asked, effects, is_hasty)
@@ -759,6 +760,11 @@ class PostgresStore(Store):
             self._announce(effects)
             if effects.lanes and session is self._lanes and not is_whole:
                 self._must_notify.set()
+
+    def _effects(self, is_hasty: bool) -> Effects:
+        # Who met a lock once holds none while waiting for it again; nor while a projector works.
+        may_lock = not is_hasty and self._project is None
+        return Effects(self.payload_limit, QUEUE_LOCKS if may_lock else 0)
 
     async def _in_transactions(
         self, session: Session, asked: Sequence[Wish[Any]], effects: Effects, is_hasty: bool
@@ -797,7 +803,7 @@ class PostgresStore(Store):
         seconds = WHOLE_SECONDS if type(wishes[0]) in _WHOLE else None
         with in_time(shield=True, seconds=seconds):
             for tries_left in reversed(range(TRIES)):
-                effects = Effects(self.payload_limit, is_brief=not is_hasty)
+                effects = self._effects(is_hasty)
                 async with session.connected() as connection:
                     try:
                         await session.begin(connection, is_hasty=is_hasty)

@@ -27,7 +27,7 @@ from ._rules import ClaimFacts, State
 Row = Sequence[Any]
 
 ATTEMPT_LIMIT = PRIORITY_LIMIT - 1
-"""One more is still a count."""
+"""The most attempts that a job can have had: one more still has to be counted."""
 
 FACT_COLUMNS = (
     "id, queue, lane, state, token, lease_until, cancellation_id, outcome, reason,"

@@ -62,8 +62,6 @@ class Left:
     is_cancelled: bool = False
     replaced: str | None = None
     """An error that a cancellation took the place of, as when an `__aexit__` awaits."""
-    is_explicit: bool = False
-    """Somebody called `cancel`; no deadline was at work."""
 
 
 async def fence(
@@ -113,10 +111,8 @@ async def _unprotected(function: Callable[[J], Awaitable[Any]], job: J) -> Any:
 
 def _cancelled(error: BaseException) -> Left:
     replaced: str | None = None
-    is_explicit = False
     for leaf in _leaves(error):
         if isinstance(leaf, trio.Cancelled):
-            is_explicit = is_explicit or leaf.source == "explicit"
             before = leaf.__context__
             # Bounded, for a chain of contexts may be long.
             for _ in range(20):
@@ -125,7 +121,7 @@ def _cancelled(error: BaseException) -> Left:
                 before = before.__context__
             if isinstance(before, Exception) and replaced is None:
                 replaced = rules.failure_reason(before, trio.Cancelled)
-    return Left(is_cancelled=True, replaced=replaced, is_explicit=is_explicit)
+    return Left(is_cancelled=True, replaced=replaced)
 
 
 def _leaves(error: BaseException) -> Iterator[BaseException]:
@@ -164,7 +160,13 @@ class Run(Held):
     @property
     def cancel_reason(self) -> CancelReason | None:
         """Why the scope was cancelled, or None while it is not."""
-        return self.cause or self._supposed_cause(is_explicit=False)
+        if self.cause is not None or trio.lowlevel.in_trio_task():
+            return self.cause or self._supposed_cause()
+        try:
+            return trio.from_thread.run_sync(self._supposed_cause)
+        except RuntimeError:
+            # Not a thread of Trio's; what was recorded is all that can be told there.
+            return None
 
     @property
     def time_limit(self) -> float:
@@ -219,7 +221,7 @@ class Run(Held):
             self.is_running = False
             self._task = None
         if self.cause is None or self.lease_scope.cancel_called:
-            self.cause = self._supposed_cause(left.is_explicit)
+            self.cause = self._supposed_cause()
             self.is_by_program = self.cause == "cancellation"
         self.over_at = trio.current_time()
         return left
@@ -243,7 +245,7 @@ class Run(Held):
             return traceback.StackSummary()
         return traceback.StackSummary.extract(self._task.iter_await_frames())
 
-    def _supposed_cause(self, is_explicit: bool) -> CancelReason | None:
+    def _supposed_cause(self) -> CancelReason | None:
         """Why the scope was cancelled, when no cause was recorded: a deadline, or the program."""
         # Trio's `cancel_called` reads the clock, and would take a deadline for passed that a
         # renewal has moved, if the loop was blocked since.
@@ -252,9 +254,12 @@ class Run(Held):
             return "lease_lost"
         if not self.cancel_scope.cancel_called:
             return None
-        if not is_explicit and trio.current_time() >= self.time_limit:
+        # Not public; what the handler raises tells less, for asyncio's cancellations look explicit.
+        source = getattr(getattr(self.cancel_scope, "_cancel_reason", None), "source", None)
+        if source != "explicit" and trio.current_time() >= self.time_limit:
             return "timeout"
-        return "cancellation"
+        # A scope that the program keeps may be asked before a renewal was applied.
+        return "lease_lost" if source == "deadline" else "cancellation"
 
     def limit_text(self) -> str:
         """The time limit, for a reason."""

@@ -85,6 +85,11 @@ class Runtime:
         return trio.CancelScope(shield=True, deadline=trio.current_time() + HAND_OFF_LIMIT)
 
     @property
+    def is_over(self) -> bool:
+        """The block has ended, and its nursery takes no more tasks."""
+        return self.is_hurried and not self.nursery.child_tasks
+
+    @property
     def is_closing(self) -> bool:
         """Whether nothing is claimed any more."""
         return self.closed_at is not None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import logging
 
 import trio
@@ -13,7 +14,7 @@ from ._desk import Desk
 from ._errors import InvalidJob
 from ._identity import fresh_token
 from ._lane import Hook, LaneState
-from ._model import CancelReason, CompletingJob, Outcome
+from ._model import PRIORITY_LIMIT, CancelReason, CompletingJob, Outcome, RetryPolicy
 from ._renewal import Held, current_held
 from ._rules import Settle
 from ._run import Again, GiveBack, Left, Run, Wanted, conclude, fence
@@ -33,6 +34,8 @@ from ._wishes import (
 
 MORE_DELAY = 0.025
 """Seconds until a slot looks again whose look was full of jobs that others block, at most."""
+
+UNLIMITED = RetryPolicy(PRIORITY_LIMIT, delay=0.0)
 
 HOOK_DELAY = 1.0
 """Seconds before a failed completion hook is called again; doubles up to `HOOK_LONGEST_DELAY`."""
@@ -171,9 +174,13 @@ class Slot:
             )
             return False, Left(error=error), Settle(Outcome.FAILED, rules.cut(text))
         attempt_count = run.job.attempt_count + (plan.retry is not None)
-        if run.policy is not None:
+        policy = run.policy
+        if policy is None and plan.retry is not None:
+            # The callable wants none for this job: its attempts are counted all the same.
+            policy = UNLIMITED
+        if policy is not None:
             jitter = self._runtime.random.random()
-            wish = ReserveAttempt(run.id, run.token, run.policy, jitter)
+            wish = ReserveAttempt(run.id, run.token, policy, jitter)
             reserved = await self._desk.ask(wish, run)
             if reserved is None or reserved.status == "conflict":
                 run.cancel("lease_lost")
@@ -330,7 +337,9 @@ class Slot:
         failures = 0
         while True:
             try:
-                await hook(job)
+                told = hook(job)
+                if inspect.isawaitable(told):
+                    await told
             except Exception as error:
                 failures += 1
                 delay = min(HOOK_DELAY * 2 ** min(failures - 1, 20), HOOK_LONGEST_DELAY)

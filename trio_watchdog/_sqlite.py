@@ -797,7 +797,7 @@ async def open_file_store(
             return Place(path)
         except OSError as error:
             # A name that is too long, for one.
-            raise StoreUnavailable(f"{path} cannot be used: {error.strerror}") from error
+            raise StoreUnavailable(f"{path} cannot be used: {error.strerror or error}") from error
 
     def connect() -> sqlite3.Connection:
         # Never creates: if the file is gone, nobody should go on with an empty one.

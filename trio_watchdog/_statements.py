@@ -36,7 +36,7 @@ from typing import Literal
 from attrs import field, frozen
 
 from ._model import INSTANT_LIMIT, PRIORITY_LIMIT, REASON_LIMIT, TEXT_LIMIT
-from ._rows import FACT_COLUMNS, JOB_COLUMNS
+from ._rows import ATTEMPT_LIMIT, FACT_COLUMNS, JOB_COLUMNS
 
 SCHEMA_VERSION = 1
 
@@ -151,6 +151,7 @@ class Dialect:
             "text_limit": str(TEXT_LIMIT),
             "reason_limit": str(REASON_LIMIT),
             "priority_limit": str(PRIORITY_LIMIT),
+            "attempt_limit": str(ATTEMPT_LIMIT),
             "integer": "integer" if is_sqlite else "bigint",
             "job_columns": JOB_COLUMNS,
             "j_job_columns": ", ".join(
@@ -403,7 +404,7 @@ TRY_QUEUES = Statement(
     sqlite="",
     # Never waits. The insertion that follows learns of its success through a setting that ends
     # with the transaction.
-    postgres="""with wanted as {materialized} (select distinct w.queue from {rows} w limit 256),
+    postgres="""with wanted as {materialized} (select w.queue from {rows} w),
 got as {materialized} (
     select queue from wanted where pg_try_advisory_xact_lock({queue_key}))
 select set_config('watchdog.born',
@@ -638,10 +639,11 @@ _CLAIMABLE = (
 
 _CLAIM_SET = """update {or_ignore} {jobs} as j set state = 'running', hint = null, token = c.token,
     owner = c.owner, lease_until = {lease_now} + c.lease, attempt_open = c.counts,
-    attempt_count = {least}(j.attempt_count, {priority_limit}) + c.counts"""
+    attempt_count = {least}(j.attempt_count, {attempt_limit}) + c.counts"""
 
 # Differs by necessity: SQLite has no LATERAL, but a correlated subquery may be an array. The window
-# is its first table and so walked row by row, no further than to the last one wanted.
+# is its first table and so walked row by row, in its order, no further than to the last one wanted;
+# and so the array has that order.
 _CLAIM_SQLITE = (
     _CLAIM_SET
     + """
@@ -709,10 +711,8 @@ CLAIM_BEYOND = Statement(
     columns=_CLAIM_COLUMNS,
     # Past rows that are nonsense: the first look has chosen them, and could not change them.
     sqlite=_CLAIM_SQLITE.replace(
-        _CLAIMABLE,
-        _CLAIMABLE
-        + """
-        and exists (select 1 from {jobs} y where y.sequence = x.sequence and {is_sound})""",
+        "order by r.priority desc, r.sequence limit :window",
+        "and {is_sound}\n        order by r.priority desc, r.sequence limit :window",
     ),
     # After LOCK_LOWERING, and far beyond the window: past the queues that it found blocked, of
     # which there may be more rows than were lowered now, and past the rows that somebody's open
@@ -758,9 +758,9 @@ LOCK_LOWERING = Statement(
     "lock lowering",
     columns="lane text",
     sqlite="",
-    # Tries, and never waits: whoever holds a lock is about to free that queue. What it got goes
-    # to the next statements through settings that end with the transaction. A few hundred at
-    # most, for each takes a slot of the server's lock table.
+    # Tries, and never waits: whoever holds a lock frees that queue, or admits to it. What it got
+    # goes to the next statements through settings that end with the transaction. A few hundred
+    # at most, for each takes a slot of the server's lock table.
     postgres="""with blocked as {materialized} (
     select distinct x.queue from {rows} l
     cross join lateral """

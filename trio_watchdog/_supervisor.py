@@ -127,8 +127,8 @@ class Supervisor:
                 return
             lane = runtime.lanes.get(job.lane) or runtime.lanes[None]
             lane.takeovers += 1
-            if runtime.is_hurried and not runtime.nursery.child_tasks:
-                # The block has ended while we asked, and its nursery takes no more tasks.
+            if runtime.is_over:
+                # While we asked.
                 with runtime.bounded():
                     await self._finish(lane, job, taken_at)
                 return

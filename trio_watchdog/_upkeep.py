@@ -14,7 +14,7 @@ from . import _wishes as w
 from ._calls import Effects, Operation, Rows, many, one, promoted
 from ._errors import StoreInvalid
 from ._model import check_text
-from ._rows import SEQUENCE, stored_job
+from ._rows import stored_job
 
 LAST_NUMBER = 2**63 - 1
 """Beyond every instant and every number that a row can have."""
@@ -118,7 +118,12 @@ def remove(wishes: Sequence[w.Remove], effects: Effects) -> Operation[list[int]]
 def check_rows(wishes: Sequence[w.CheckRows], effects: Effects) -> Operation[list[w.Checked]]:
     answers: list[w.Checked] = []
     for wish in wishes:
-        rows: Rows = yield one(texts.READ_UNSETTLED, after=wish.after, limit=wish.limit)
+        place = {"after": wish.after, "limit": wish.limit}
+        ends, rows = yield (
+            one(texts.READ_PAGE_END, **place),
+            one(texts.READ_UNSETTLED, **place),
+        )
+        (end,) = ends[0]
         faults: list[tuple[str, str]] = []
         for row in rows:
             try:
@@ -129,7 +134,7 @@ def check_rows(wishes: Sequence[w.CheckRows], effects: Effects) -> Operation[lis
                 if not row[-1]:
                     text = f"the row of job {row[0]!r} breaks the rules of its table"
                     faults.append((row[0], text))
-        answers.append(w.Checked(faults, len(rows), rows[-1][SEQUENCE] if rows else wish.after))
+        answers.append(w.Checked(faults, len(rows), end))
     return answers
 
 

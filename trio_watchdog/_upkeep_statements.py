@@ -125,8 +125,17 @@ READ_UNSETTLED = Statement(
     "read unsettled",
     # And what is settled, where it cannot be.
     """select {job_columns}, coalesce({is_sound}, false) from {jobs}
-    where (state <> 'settled' or not coalesce({is_sound}, false)) and sequence > :after
-    order by sequence limit :limit""",
+    where (state <> 'settled' or not coalesce({is_sound}, false)) and sequence in (
+        select sequence from {jobs} where sequence > :after order by sequence limit :limit)
+    order by sequence""",
+    writes=False,
+)
+
+READ_PAGE_END = Statement(
+    "read page end",
+    # Of rows walked, not found: one statement must not walk a whole history.
+    """select max(sequence) from (
+    select sequence from {jobs} where sequence > :after order by sequence limit :limit) page""",
     writes=False,
 )
 

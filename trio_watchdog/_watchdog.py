@@ -236,6 +236,9 @@ class Watchdog(Client):
 
     async def _outlive(self, slot: Slot, function: Callable[[], Awaitable[T]]) -> T:
         """Run what a slot does as slots run; when we are cancelled, it hands its job off."""
+        if self._runtime.is_over:
+            with self._runtime.bounded():
+                return await function()
         results: list[T] = []
         done = trio.Event()
 
@@ -283,7 +286,8 @@ async def open_watchdog(
 
     * ``lease``: how long a claim is good for without renewal. A handler is cancelled when its
       renewals have not succeeded for that long (less a margin), and others may have the job after.
-    * ``heartbeat``: how often all claims of the process are renewed; at most a third of the lease.
+    * ``heartbeat``: how often all claims of the process are renewed; never less often than three
+      times a lease, so that one renewal may fail.
     * ``grace``: how long running handlers may go on when the block is left normally. What is left
       then, and everything when the block is cancelled, is cancelled and handed off; that costs a
       job nothing.
@@ -304,11 +308,8 @@ async def open_watchdog(
     """
     check_seconds(lease, "lease", positive=True)
     check_seconds(heartbeat, "heartbeat", positive=True)
-    if heartbeat > lease / 3:
-        raise ValueError(
-            f"heartbeat is {heartbeat:g} s and lease is {lease:g} s; a heartbeat of at most a third"
-            f" of the lease ({lease / 3:g} s) is needed, so that one may fail"
-        )
+    # So that one may fail.
+    heartbeat = min(heartbeat, lease / 3)
     if grace != math.inf:
         check_seconds(grace, "grace")
     check_seconds(poll, "poll", positive=True)
@@ -321,7 +322,7 @@ async def open_watchdog(
             raise TypeError(f"retention has {shown(each)}, which is not a Retention")
     random = random or fresh_random()
     context = contextvars.copy_context()
-    with unwrapped():
+    with unwrapped() as body:
         async with open_store(database, project=project, **options) as store:
             doorbell = Doorbell(store.now)
             outage = Outage(random)
@@ -345,7 +346,8 @@ async def open_watchdog(
                     serve(Chores(runtime, retentions).run)
                     watchdog = Watchdog(runtime, supervisor, retry_for=retry_for, poll=poll)
                     try:
-                        yield watchdog
+                        with body.watched():
+                            yield watchdog
                         with trio.move_on_after(grace):
                             await watchdog.drain()
                     finally:

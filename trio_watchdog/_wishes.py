@@ -428,19 +428,22 @@ class Remove(Wish[int]):
 
 @frozen
 class Checked:
-    """Ids and faults of rows that break the grammar, among ``count`` rows up to ``last``."""
+    """Ids and faults of rows that break the grammar, among ``count`` that matter.
+
+    ``last`` is where to go on; None when there is no more.
+    """
 
     faults: list[tuple[str, str]]
     count: int
-    last: int
+    last: int | None
 
 
 @frozen
 class CheckRows(Wish[Checked]):
-    """Read unsettled rows after ``after``, for what is wrong with them."""
+    """Walk up to ``limit`` rows after ``after``, for what is wrong with them."""
 
     after: int = 0
-    limit: int = 500
+    limit: int = 2000
 
 
 @frozen

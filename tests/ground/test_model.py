@@ -412,6 +412,11 @@ def test_a_running_job_that_runs_here_shows_its_live_side() -> None:
     assert job == attrs.evolve(job, execution=None)
 
 
+def test_ids_are_ordered_as_they_were_given_out() -> None:
+    ids = [Job("mail").id for _ in range(2000)]
+    assert ids == sorted(set(ids))
+
+
 def test_a_token_does_not_show_in_logs() -> None:
     assert "secret" not in repr(RunningJob(**FIELDS, token="secret", lease_until=EPOCH))
 

@@ -39,6 +39,19 @@ async def test_the_hook_sees_the_decision_and_the_job_settles_afterwards(open_it
     assert (settled.outcome, settled.reason) == ("failed", "no stamps")
 
 
+async def test_the_hook_may_be_a_plain_function(open_it):
+    seen: list[CompletingJob] = []
+
+    async def handler(job: RunningJob):
+        pass
+
+    async with open_it() as watchdog:
+        await watchdog.start_lane("mail", handler, on_completing=seen.append)
+        await watchdog.enqueue(Job("mail", id="x"))
+        await watchdog.wait_settled("x")
+    assert [job.id for job in seen] == ["x"]
+
+
 @pytest.mark.parametrize("said", [Complete(), OutcomeUnknown(), Fail("x"), ValueError("x")])
 async def test_the_hook_runs_for_every_way_in_which_a_handler_ends_a_job(open_it, said):
     seen = []

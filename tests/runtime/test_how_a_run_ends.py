@@ -494,6 +494,39 @@ async def test_slow_cleanup_past_the_limit_does_not_turn_a_cancel_into_a_timeout
     assert ends.causes("x") == ["cancellation"]
 
 
+async def test_a_cancel_stands_though_the_handler_returns_past_the_limit(open_it, ends):
+    started = trio.Event()
+
+    async def handler(job: RunningJob):
+        started.set()
+        with trio.CancelScope(shield=True):
+            await trio.sleep(4)
+
+    async with open_it() as watchdog:
+        await watchdog.start_lane("mail", handler, timeout=2, retry=RetryPolicy(3))
+        await watchdog.enqueue(Job("mail", id="x"))
+        await started.wait()
+        watchdog.running()[0].cancel_scope.cancel()
+        assert (await watchdog.wait_settled("x")).outcome == "cancelled"
+    assert ends.causes("x") == ["cancellation"]
+
+
+async def test_a_limit_stands_though_the_handler_cancels_something_of_its_own(open_it, ends):
+    async def handler(job: RunningJob):
+        with trio.CancelScope(shield=True):
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(trio.sleep_forever)
+                await trio.sleep(4)
+                nursery.cancel_scope.cancel()
+        await trio.sleep_forever()
+
+    async with open_it() as watchdog:
+        await watchdog.start_lane("mail", handler, timeout=2)
+        await watchdog.enqueue(Job("mail", id="x"))
+        assert (await watchdog.wait_settled("x")).outcome == "failed"
+    assert ends.causes("x") == ["timeout"]
+
+
 async def test_the_programs_cancel_is_durable_while_the_handler_still_cleans_up(open_it):
     started = trio.Event()
 

@@ -209,6 +209,44 @@ async def test_a_loop_around_the_watchdog_is_shared_by_its_handlers():
     assert loops[0] is loops[1]
 
 
+async def test_a_limit_cancels_an_asyncio_handler_and_its_attempt_has_failed():
+    runs = []
+
+    @asyncio_handler
+    async def handler(job: RunningJob):
+        runs.append(job.attempt.count)
+        if len(runs) == 1:
+            await asyncio.sleep(60)
+
+    async with open_watchdog(":memory:") as watchdog:
+        await watchdog.start_lane("mail", handler, timeout=0.2, retry=RetryPolicy(2, delay=0))
+        await watchdog.enqueue(Job("mail", id="x"))
+        settled = await watchdog.wait_settled("x")
+    assert (settled.outcome, settled.cancellation_id) == ("completed", None)
+    assert runs == [1, 2]
+
+
+async def test_a_thread_handler_may_ask_why_it_is_cancelled():
+    reasons = []
+    asked = threading.Event()
+
+    @thread_handler
+    def handler(job: RunningJob):
+        reasons.append(job.cancel_reason)
+        asked.set()
+        while job.cancel_reason is None:
+            time.sleep(0.01)
+        reasons.append(job.cancel_reason)
+
+    async with open_watchdog(":memory:") as watchdog:
+        await watchdog.start_lane("mail", handler)
+        await watchdog.enqueue(Job("mail", id="x"))
+        await trio.to_thread.run_sync(asked.wait)
+        await watchdog.cancel("x")
+        assert (await watchdog.wait_settled("x")).outcome == "cancelled"
+    assert reasons == [None, "cancellation"]
+
+
 async def test_a_missing_trio_asyncio_is_named(monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "trio_asyncio", None)
 

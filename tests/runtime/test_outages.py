@@ -27,6 +27,7 @@ from trio_watchdog import (
     open_watchdog,
 )
 from trio_watchdog._outage import Outage
+from trio_watchdog._store import ELSEWHERE
 
 
 @pytest.fixture(params=THEMSELVES)
@@ -360,6 +361,9 @@ async def test_a_rotten_store_ends_the_block_with_its_error(open_it, store, verb
             store.fail(verb, times=None, error=StoreInvalid("the file is malformed"))
             await watchdog.enqueue(Job("mail", id="x"))
             with trio.fail_after(60):
+                await trio.sleep(1)
+                # As when another process has written something, which may be about our claims.
+                store.report(ELSEWHERE)
                 await trio.sleep_forever()
 
     with pytest.raises(StoreInvalid, match="malformed"):

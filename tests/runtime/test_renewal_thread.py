@@ -11,6 +11,7 @@ from trio_watchdog import (
     Complete,
     Job,
     QueuedJob,
+    Recovery,
     RunningJob,
     SettledJob,
     StoreInvalid,
@@ -49,6 +50,37 @@ async def test_a_handler_that_blocks_for_more_than_a_lease_keeps_its_job(tmp_pat
         settled = await watchdog.wait_settled("x")
     assert settled.outcome == "completed"
     assert ends.causes("x") == ["completed"]
+
+
+async def test_a_scope_that_was_looked_at_during_a_block_is_not_a_wish_to_cancel(tmp_path, ends):
+    runs = []
+
+    async def handler(job: RunningJob):
+        runs.append(job.id)
+        if len(runs) > 1:
+            return
+        scope = job.cancel_scope
+        block(3.0)
+        # Kept by the program, it knows nothing of the renewals, and so cancels itself.
+        assert scope.cancel_called
+        await trio.sleep_forever()
+
+    async with open_watchdog(tmp_path / "jobs.db", lease=2.5, heartbeat=0.2) as watchdog:
+        await watchdog.start_lane("mail", handler)
+        await watchdog.enqueue(Job("mail", id="x", recovery=Recovery(1)))
+        settled = await watchdog.wait_settled("x")
+    assert (settled.outcome, settled.cancellation_id) == ("completed", None)
+    assert ends.causes("x")[0] == "lease_lost"
+
+
+async def test_a_short_lease_is_renewed_often_enough(tmp_path):
+    async def handler(job: RunningJob):
+        await trio.sleep(3)
+
+    async with open_watchdog(tmp_path / "jobs.db", lease=2) as watchdog:
+        await watchdog.start_lane("mail", handler)
+        await watchdog.enqueue(Job("mail", id="x"))
+        assert (await watchdog.wait_settled("x")).outcome == "completed"
 
 
 async def test_a_block_is_reported_with_job_lane_duration_and_stack(tmp_path, caplog):
@@ -208,7 +240,7 @@ async def test_two_watchdogs_share_a_file_and_run_each_job_once(tmp_path):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"lease": 20, "heartbeat": 7}, "heartbeat is 7 s and lease is 20 s"),
+        ({"heartbeat": 0}, "heartbeat is 0 seconds"),
         ({"lease": 0}, "lease is 0 seconds"),
         ({"grace": -1}, "grace is -1 seconds"),
         ({"poll": 0}, "poll is 0 seconds"),

@@ -106,6 +106,19 @@ async def test_the_policy_may_depend_on_the_job(open_it):
     assert counts == [("two", 1, 2), ("two", 2, 2), ("none", 1, None)]
 
 
+async def test_an_attempt_counts_though_the_callable_wants_no_policy(open_it):
+    seen = []
+
+    async def handler(job: RunningJob):
+        seen.append((job.attempt.count, job.attempt_count))
+
+    async with open_it() as watchdog:
+        await watchdog.start_lane("mail", handler, retry=lambda job: None)
+        await watchdog.enqueue(Job("mail", id="x"))
+        assert (await watchdog.wait_settled("x")).attempt_count == 1
+    assert seen == [(1, 1)]
+
+
 async def test_a_policy_callable_that_raises_fails_only_its_job(open_it, ends):
     def retry(job: RunningJob) -> RetryPolicy | None:
         if job.id == "x":

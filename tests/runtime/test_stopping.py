@@ -134,6 +134,24 @@ async def test_an_error_in_the_block_hands_off_and_is_raised_as_itself(open_it, 
     assert isinstance(await store.read("x"), QueuedJob)
 
 
+async def test_a_group_that_the_block_raises_is_raised_as_it_is(open_it):
+    async def serve():
+        async with open_it():
+            raise ExceptionGroup("mine", [ValueError("one")])
+
+    with pytest.raises(ExceptionGroup, match="mine") as caught:
+        await serve()
+    assert [str(error) for error in caught.value.exceptions] == ["one"]
+
+    async def serve_a_nursery():
+        async with open_it(), trio.open_nursery():
+            raise ValueError("one")
+
+    with pytest.raises(ExceptionGroup) as caught:
+        await serve_a_nursery()
+    assert [str(error) for error in caught.value.exceptions] == ["one"]
+
+
 @pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit])
 async def test_what_is_no_exception_passes_from_a_handler_and_the_job_is_handed_off(
     open_it, store, error

@@ -534,7 +534,6 @@ async def test_a_running_store_shows_no_password(
         with closed_to_all(postgres_database):
             with pytest.raises(StoreUnavailable) as caught:
                 await store.read("j")
-            assert "not currently accepting connections" in str(caught.value)
             assert password not in everything_said(caught.value)
     async with open_client(postgres_database) as client:
         for finding in await client.examine():

@@ -134,14 +134,27 @@ async def test_of_many_tasks_one_half_is_answered_while_the_other_works(
 
     desk = Watching(share=3)
     askers += [Asker(desk, nursery, f"{n}") for n in range(10)]
-    for gate in range(3):
+    for gate in range(2):
         await settle_down()
         desk.gates[gate].set()
     await settle_down()
-    # No half is smaller than the share; the second is sent before an answer is acted upon.
-    assert [len(exchange) for exchange in desk.exchanges] == [5, 3, 2]
-    assert done[:2] == [0, 0]
+    # The second half is sent before an answer to the first is acted upon.
+    assert [len(exchange) for exchange in desk.exchanges] == [5, 5]
+    assert done == [0, 0]
     assert all(asker.answers == [f"answer {n}"] for n, asker in enumerate(askers))
+
+
+async def test_of_few_tasks_none_waits_for_the_answers_of_others(nursery: trio.Nursery) -> None:
+    desk = Desk(share=3)
+    first = Asker(desk, nursery, "first")
+    await settle_down()
+    Asker(desk, nursery, "another")
+    await settle_down()
+    desk.gates[0].set()
+    await settle_down()
+    assert first.is_done
+    assert desk.exchanges == [["first"], ["another"]]
+    desk.gates[1].set()
 
 
 async def test_a_leader_goes_home_with_its_answer_and_hands_the_lead_over(

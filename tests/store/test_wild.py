@@ -384,6 +384,16 @@ async def test_a_row_edited_into_nonsense_hurts_only_itself(path: Path, nonsense
         assert value(path, "reason").startswith(f"the row of job {named} is invalid: ")
 
 
+async def test_many_rows_edited_into_nonsense_hide_nothing_behind_them(path: Path) -> None:
+    async with open_client(path) as client:
+        await client.enqueue_many([Job("a", priority=1) for _ in range(50)])
+        await client.enqueue(Job("a", id="good"))
+    edit(path, "attempt_count = -5 where priority = 1")
+    async with open_watchdog(path) as watchdog:
+        await watchdog.start_lane("a", nothing)
+        assert (await watchdog.wait_settled("good")).outcome == Outcome.COMPLETED
+
+
 def edit(path: Path, what: str) -> None:
     """Change rows as somebody does who knows how to get past the checks."""
     with closing(sqlite3.connect(path)) as connection:

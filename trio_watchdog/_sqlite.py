@@ -58,7 +58,7 @@ OLDEST_SQLITE = (3, 35, 0)
 BUSY_TIMEOUT = 1.0
 """Seconds that one attempt waits for another process's transaction; callers try again."""
 
-CHANGE_INTERVAL = 0.1
+CHANGE_INTERVAL = 0.15
 """Seconds between two looks at whether the file has changed: a `stat`, no query."""
 
 LOG_LIMIT = 4 * 1024 * 1024

@@ -7,6 +7,7 @@ in `Effects`, what others will want to know once its transaction has been commit
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Generator, Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -40,17 +41,29 @@ class Effects:
     payload_limit: int
     lockable: int = 0
     """Locks of queues that admissions may still try: of a transaction of ours that ends soon."""
-    lanes: dict[str, int] = field(factory=dict[str, int])
-    """Lane to the earliest instant at which a job of it may be claimable; 0 is now."""
     cancelled: bool = False
     claims: set[str] = field(factory=set[str])
     settled: set[str] = field(factory=set[str])
     transitions: list[tuple[str, str | None]] = field(factory=list[tuple[str, "str | None"]])
     """Queue and settled job id of each transition, in order, for the projector."""
+    _now: Counter[str] = field(factory=Counter[str])
+    _later: dict[str, int] = field(factory=dict[str, int])
 
-    def claimable(self, lane: str, due: int) -> None:
-        """A job of the lane may be claimable from ``due`` on."""
-        self.lanes[lane] = min(due, self.lanes.get(lane, due))
+    def claimable(self, lane: str, due: int, count: int = 1) -> None:
+        """Jobs of the lane may be claimable from ``due`` on; 0 is now."""
+        if due > 0:
+            self._later[lane] = min(due, self._later.get(lane, due))
+        else:
+            self._now[lane] += count
+
+    def claimed(self, lane: str) -> None:
+        """A job of the lane is not claimable any more: nobody need be woken for one of those."""
+        self._now[lane] = max(self._now[lane] - 1, 0)
+
+    @property
+    def lanes(self) -> dict[str, int]:
+        """Lane to the earliest instant at which a job of it may be claimable; 0 is now."""
+        return self._later | {lane: 0 for lane, count in self._now.items() if count}
 
     def moved(self, queue: str, settled_id: str | None = None) -> None:
         """Something about the queue changed."""
@@ -65,8 +78,9 @@ class Effects:
 
     def merge(self, other: Effects) -> None:
         """Add what another transaction did."""
-        for lane, due in other.lanes.items():
+        for lane, due in other._later.items():
             self.claimable(lane, due)
+        self._now.update(other._now)
         self.cancelled |= other.cancelled
         self.claims |= other.claims
         self.settled |= other.settled

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from typing import Any, TypeVar, cast
@@ -299,15 +298,16 @@ def cancel(wishes: Sequence[w.Cancel], effects: Effects) -> Operation[list[Cance
     return answers
 
 
+_NO_ROW = (None, None, None, "", False)
+
+
 def cancel_one(wish: w.Cancel, effects: Effects) -> Operation[CancellationResult]:
     """One cancellation; also run inside callers' transactions."""
     id = check_text(wish.id, "id")
     cancellation_id = check_text(wish.cancellation_id, "cancellation_id")
     for _ in range(3):
         rows: Rows = yield one(sql.READ_CANCELLATION, id=id, cancellation_id=cancellation_id)
-        if not rows:
-            return CancellationResult("missing")
-        state, recorded, outcome, queue, is_used = rows[0]
+        state, recorded, outcome, queue, is_used = rows[0] if rows else _NO_ROW
         state, outcome = standing(id, state, outcome)
         result = rules.cancellation(
             state,
@@ -555,8 +555,8 @@ def claim(wishes: Sequence[w.Claim], effects: Effects) -> Operation[list[Any]]:
             one(sql.STAGE),
             one(sql.READ_READY_LANES, without=json.dumps(without)),
         )
-        for lane, _ in staged:
-            effects.claimable(lane, 0)
+        for lane, count in staged:
+            effects.claimable(lane, 0, count)
         found = [row[0] for row in rows]
         for position, index in enumerate(slots):
             # With more slots than lanes the lanes take turns; each slot asks for one of them.
@@ -610,10 +610,8 @@ def _claim_in_lanes(
                 )
             else:
                 staged, rows = yield (one(sql.STAGE), many(sql.CLAIM, requests, **limits))
-                taken = Counter(row[2] for row in rows)
                 for lane, count in staged:
-                    if count > taken[lane]:
-                        effects.claimable(lane, 0)
+                    effects.claimable(lane, 0, count)
         except StoreUnavailable:
             if not is_last:
                 raise
@@ -623,6 +621,7 @@ def _claim_in_lanes(
         for row in rows:
             index = by_token[row[10]]
             del lanes[index]
+            effects.claimed(row[2])
             effects.moved(row[1])
             job = yield from _running_or_failed(row, effects)
             answers[index] = w.Claimed(job, more=job is None)

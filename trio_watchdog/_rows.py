@@ -205,10 +205,12 @@ def claim_facts(row: Row) -> ClaimFacts:
         raise StoreInvalid(f"the row of job {row[0]!r:.100} is invalid: {error}") from error
 
 
-def standing(id: str, state: Any, outcome: Any) -> tuple[State, Outcome | None]:
-    """State and outcome of a row, or `StoreInvalid`."""
+def standing(id: str, state: Any, outcome: Any) -> tuple[State | None, Outcome | None]:
+    """State and outcome of a row if there is one, or `StoreInvalid`."""
     try:
-        return _state(state), None if outcome is None else Outcome(outcome)
+        return None if state is None else _state(state), None if outcome is None else Outcome(
+            outcome
+        )
     except ValueError as error:
         raise StoreInvalid(f"the row of job {id!r:.100} is invalid: {error}") from error
 

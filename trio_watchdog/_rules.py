@@ -268,7 +268,7 @@ def late_finish(claim: ClaimFacts | None, token: str) -> Literal["replayed", "co
 
 
 def cancellation(
-    state: State,
+    state: State | None,
     recorded: str | None,
     outcome: Outcome | None,
     cancellation_id: str,
@@ -277,6 +277,8 @@ def cancellation(
     is_used_elsewhere: bool,
 ) -> CancellationResult:
     """What a request to cancel finds; ``recorded`` is the row's cancellation id so far."""
+    if state is None:
+        return CancellationResult("missing")
     if recorded == cancellation_id:
         return CancellationResult("replayed")
     if state in ("completing", "settled"):

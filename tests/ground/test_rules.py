@@ -497,12 +497,16 @@ def test_a_late_finish_is_told_what_it_meets(claim: ClaimFacts | None, answer: s
 # -- cancellation ---------------------------------------------------------------------------------
 
 DONE = CancellationResult("decided", Outcome.FAILED)
-RECORDED, REPLAYED, CONFLICT = map(CancellationResult, ("recorded", "replayed", "conflict"))
+RECORDED, REPLAYED, CONFLICT, MISSING = map(
+    CancellationResult, ("recorded", "replayed", "conflict", "missing")
+)
 
 
 @pytest.mark.parametrize(
     ("state", "recorded", "only_if_queued", "is_used_elsewhere", "result"),
     [
+        (None, None, False, False, MISSING),
+        (None, None, True, True, MISSING),
         ("queued", None, False, False, RECORDED),
         ("queued", None, True, False, RECORDED),
         ("running", None, False, False, RECORDED),

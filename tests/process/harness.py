@@ -158,11 +158,13 @@ class Ledger:
         with open(self.path, "rb") as file:
             file.seek(self._offset)
             for text in file:
-                if text.endswith(b"\n"):
-                    self._offset += len(text)
-                    line = Line.parse(text)
-                    self._lines.append(line)
-                    self._by_kind[line.kind].append(line)
+                if not text.endswith(b"\n"):
+                    # Half of it is there so far; the other half would not be a line.
+                    break
+                self._offset += len(text)
+                line = Line.parse(text)
+                self._lines.append(line)
+                self._by_kind[line.kind].append(line)
         lines = self._lines if kind is None else self._by_kind[kind]
         return [line for line in lines if line.fits(**wanted)] if wanted else lines
 

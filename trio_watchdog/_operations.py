@@ -534,7 +534,7 @@ def read_wake_state(
 
 
 def claim(wishes: Sequence[w.Claim], effects: Effects) -> Operation[list[Any]]:
-    answers: dict[int, w.Claimed] = {}
+    answers: dict[int, w.Claimed | StoreUnavailable] = {}
     again = [index for index, wish in enumerate(wishes) if wish.again]
     if again:
         rows: Rows = yield many(sql.READ_CLAIMED, [(wishes[index].token,) for index in again])
@@ -577,7 +577,7 @@ def claim(wishes: Sequence[w.Claim], effects: Effects) -> Operation[list[Any]]:
 def _claim_in_lanes(
     wishes: Sequence[w.Claim],
     lanes: dict[int, str],
-    answers: dict[int, w.Claimed],
+    answers: dict[int, w.Claimed | StoreUnavailable],
     effects: Effects,
 ) -> Operation[None]:
     refused: Rows = []
@@ -612,11 +612,17 @@ def _claim_in_lanes(
                 staged, rows = yield (one(sql.STAGE), many(sql.CLAIM, requests, **limits))
                 for lane, count in staged:
                     effects.claimable(lane, 0, count)
-        except StoreUnavailable:
+        except Locked:
             if not is_last:
                 raise
             # What the first look claimed is ours all the same; the others look again.
             answers.update(dict.fromkeys(lanes, w.Claimed(None, more=True)))
+            return
+        except StoreUnavailable as error:
+            if not is_last:
+                raise
+            # Whether the second look claimed anything nobody can tell: they ask again, by token.
+            answers.update(dict.fromkeys(lanes, error))
             return
         for row in rows:
             index = by_token[row[10]]

@@ -13,6 +13,7 @@ from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 from typing import Any, get_args
 
+import psycopg
 import pytest
 import trio
 
@@ -32,6 +33,7 @@ from trio_watchdog import (
     open_watchdog,
 )
 from trio_watchdog import _wishes as w
+from trio_watchdog._borrowed import transactional
 from trio_watchdog._model import Outcome
 from trio_watchdog._postgres import open_postgres_store
 from trio_watchdog._rules import Settle
@@ -202,10 +204,33 @@ async def test_a_claim_and_a_decision_that_were_lost_can_be_asked_for_again(
             assert answer.status == ("replayed" if when == "after" else "recorded")
 
 
-async def attempt(proxy: Proxy, when: When, store: Any, wish: w.Wish[Any]) -> None:
+@pytest.mark.parametrize("when", get_args(When))
+async def test_a_claim_whose_second_look_was_lost_can_be_asked_for_again(
+    when: When, quick_database: str
+) -> None:
+    async with open_proxy(quick_database) as proxy:
+        schema = f"beyond_{when}"
+        open_it = functools.partial(open_postgres_store, schema=schema)
+        async with open_it(quick_database) as store, open_it(proxy.url) as broken:
+            await store.enqueue(Job("l", queue="q", priority=9))
+            assert (await store.claim("l", "first")).job is not None
+            with psycopg.connect(quick_database) as connection:
+                # More than a first look sees; in an application's transaction they are not lowered.
+                for _ in range(40):
+                    transactional(connection, schema=schema).enqueue(Job("l", queue="q"))
+            await store.enqueue(Job("l", id="x", priority=-1))
+            await attempt(proxy, when, broken, w.Claim("l", "t", "o", 60_000), number=2)
+            job = await store.read("x")
+            assert job is not None
+            assert job.state == ("running" if when == "after" else "queued")
+            (answer,) = await broken.submit(w.Claim("l", "t", "o", 60_000, again=True))
+            assert (answer.job.id, answer.job.attempt_count) == ("x", 1)
+
+
+async def attempt(proxy: Proxy, when: When, store: Any, wish: w.Wish[Any], number: int = 1) -> None:
     # Make the connection first: that takes a trip, too.
     await store.submit(w.NextRunningClaim())
-    proxy.break_trip(1, when)
+    proxy.break_trip(number, when)
     with pytest.raises(StoreUnavailable):
         await store.submit(wish)
-    assert proxy.trips >= 1
+    assert proxy.trips >= number

@@ -819,6 +819,18 @@ async def open_file_store(
             connection.execute(f"pragma synchronous = {synchronous}")
 
     def open_first() -> sqlite3.Connection:
+        until = time.monotonic() + BUSY_TIMEOUT
+        while True:
+            try:
+                return try_to_open()
+            except StoreUnavailable as error:
+                # Where to wait might be a deadlock, as on the way to WAL, SQLite refuses at once.
+                code = getattr(error.__cause__, "sqlite_errorcode", 0) & 0xFF
+                if code != sqlite3.SQLITE_BUSY or time.monotonic() >= until:
+                    raise
+            time.sleep(0.01)
+
+    def try_to_open() -> sqlite3.Connection:
         with translated(f"opening {path}", path):
             connection = connect()
         try:

@@ -351,13 +351,17 @@ READ_META = Statement("read meta", "select name, value from {meta}", writes=Fals
 
 # -- admission ------------------------------------------------------------------------------------
 
-_INSERT = """insert into {jobs} (
+
+def _insert(is_blocked: str, rows: str = "{rows}") -> str:
+    return f"""insert into {{jobs}} (
     id, queue, lane, priority, not_before, max_recoveries, recovery_window, payload, hint)
 select id, queue, lane, priority, not_before, max_recoveries, recovery_window, payload,
-    case when $blocked then 'lowered' when x.not_before > {now} then 'deferred' else 'ready' end
-from $rows x where true order by ord
+    case when {is_blocked} then 'lowered'
+        when x.not_before > {{now}} then 'deferred' else 'ready' end
+from {rows} x where true order by ord
 on conflict (id) do nothing
 returning id, sequence"""
+
 
 _IS_BEHIND = """(exists (select 1 from {jobs} b where b.queue = x.queue
         and b.state in ('running', 'completing'))
@@ -380,11 +384,9 @@ _INSERT_COLUMNS = (
 INSERT = Statement(
     "insert",
     columns=_INSERT_COLUMNS,
-    sqlite=_INSERT.replace("$blocked", _IS_BEHIND).replace("$rows", "{rows}"),
+    sqlite=_insert(_IS_BEHIND),
     # After TRY_QUEUES; or else all are taken for free, and lowered when a claim meets them.
-    postgres=_INSERT.replace("$blocked", f"{_IS_LOCKED} and {_IS_BEHIND}").replace(
-        "$rows", "{rows}"
-    ),
+    postgres=_insert(f"{_IS_LOCKED} and {_IS_BEHIND}"),
 )
 
 INSERT_MANY = Statement(
@@ -392,10 +394,8 @@ INSERT_MANY = Statement(
     columns=_INSERT_COLUMNS,
     # A row sees no other of its own statement. One that goes before may turn out to be there
     # already, and in another state, so PROMOTE follows whenever fewer are inserted than came.
-    sqlite=_INSERT.replace("$blocked", f"(x.nth > 1 or {_IS_BEHIND})").replace("$rows", _RANKED),
-    postgres=_INSERT.replace("$blocked", f"{_IS_LOCKED} and (x.nth > 1 or {_IS_BEHIND})").replace(
-        "$rows", _RANKED
-    ),
+    sqlite=_insert(f"(x.nth > 1 or {_IS_BEHIND})", _RANKED),
+    postgres=_insert(f"{_IS_LOCKED} and (x.nth > 1 or {_IS_BEHIND})", _RANKED),
 )
 
 TRY_QUEUES = Statement(

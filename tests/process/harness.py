@@ -132,6 +132,25 @@ class Execution:
         return self.end.facts["reason"]
 
 
+class Tail:
+    """Reads a growing file of lines, from where it stopped the last time."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._offset = 0
+
+    def fresh(self) -> Iterator[bytes]:
+        """The lines that have come since."""
+        with open(self._path, "rb") as file:
+            file.seek(self._offset)
+            for text in file:
+                if not text.endswith(b"\n"):
+                    # Half of it is there so far; the other half would not be a line.
+                    break
+                self._offset += len(text)
+                yield text
+
+
 class Ledger:
     """What was written so far; also written to, for what the test itself does."""
 
@@ -139,7 +158,7 @@ class Ledger:
         self.path = folder / "ledger"
         self._lines: list[Line] = []
         self._by_kind = defaultdict[str, list[Line]](list)
-        self._offset = 0
+        self._tail = Tail(self.path)
         flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC
         self._file = os.open(self.path, flags)
 
@@ -155,16 +174,10 @@ class Ledger:
 
     def lines(self, kind: str | None = None, **wanted: Any) -> list[Line]:
         """All lines of this kind, with these facts."""
-        with open(self.path, "rb") as file:
-            file.seek(self._offset)
-            for text in file:
-                if not text.endswith(b"\n"):
-                    # Half of it is there so far; the other half would not be a line.
-                    break
-                self._offset += len(text)
-                line = Line.parse(text)
-                self._lines.append(line)
-                self._by_kind[line.kind].append(line)
+        for text in self._tail.fresh():
+            line = Line.parse(text)
+            self._lines.append(line)
+            self._by_kind[line.kind].append(line)
         lines = self._lines if kind is None else self._by_kind[kind]
         return [line for line in lines if line.fits(**wanted)] if wanted else lines
 

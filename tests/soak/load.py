@@ -17,7 +17,7 @@ import psycopg
 import trio
 
 from tests.postgres.server import PostgresServer
-from tests.process.harness import SECOND, Line, Worker, World, now, open_world
+from tests.process.harness import SECOND, Line, Tail, Worker, World, now, open_world
 from tests.soak.check import Report, contradictions, report
 from tests.soak.terms import AHEAD, BEHIND, HEARTBEAT, LEASE, RETENTION, RIGHT, TRY_LATER
 from trio_watchdog import Job, Recovery, StoreUnavailable
@@ -417,28 +417,19 @@ def tail(worker: Worker) -> str:
 
 
 class Said:
-    """Which workers have said that they are ready, or that they drain.
-
-    Reads on where it stopped, for the ledger is long.
-    """
+    """Which workers have said that they are ready, or that they drain."""
 
     def __init__(self, path: Path) -> None:
-        self._path = path
-        self._offset = 0
+        self._tail = Tail(path)
         self._pids: dict[str, set[int]] = {"ready": set(), "draining": set()}
 
     def by(self, kind: str) -> set[int]:
         """The processes that have written a line of this kind."""
-        with open(self._path, "rb") as file:
-            file.seek(self._offset)
-            for text in file:
-                if not text.endswith(b"\n"):
-                    break
-                self._offset += len(text)
-                # Few lines are worth their parsing.
-                if b'"ready"' in text or b'"draining"' in text:
-                    line = Line.parse(text)
-                    self._pids.get(line.kind, set()).add(line.pid)
+        for text in self._tail.fresh():
+            # Few lines are worth their parsing.
+            if b'"ready"' in text or b'"draining"' in text:
+                line = Line.parse(text)
+                self._pids.get(line.kind, set()).add(line.pid)
         return self._pids[kind]
 
 

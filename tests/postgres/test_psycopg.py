@@ -1055,6 +1055,7 @@ async def test_a_pipeline_whose_end_cannot_be_sent_closes_the_connection(
         with trio.CancelScope() as scope:
             async with connection.pipeline():
                 nursery.start_soon(fetch, await connection.execute("select pg_sleep(60)"))
+                await trio.testing.wait_all_tasks_blocked()  # the statement runs without it, too
                 await until_running(other, "%pg_sleep(60)%")
                 scope.cancel()
         assert scope.cancelled_caught

@@ -464,7 +464,12 @@ class LaneFailure:
 
 @frozen
 class WakeState:
-    """Whether anything is due now, and the earliest future instant that needs a look."""
+    """Whether anything is due now, and the earliest future instant that needs a look.
+
+    Due are a completing job (also one whose hook is at work somewhere), a requested cancellation,
+    an ended lease, and a queue's head whose ``not_before`` has come. An instant is the end of a
+    lease, or a head's ``not_before``.
+    """
 
     pending: bool
     next_wake_at: datetime | None = None
@@ -472,7 +477,10 @@ class WakeState:
 
 @frozen
 class TickResult:
-    """What one `tick` did, to which job, and when to come again."""
+    """What one `tick` did, to which job, and when to come again.
+
+    ``idle`` although something is pending: somebody else is at it, until ``next_wake_at`` at most.
+    """
 
     action: Literal["completed", "reconciled", "ran", "idle"]
     job_id: str | None

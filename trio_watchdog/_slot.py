@@ -196,7 +196,13 @@ class Slot:
         if run.cause is not None:
             return False, left, conclude(left, run.cause, run.policy, "")
         self._lane.runs += 1
-        left = await run.execute(plan.handler, plan.timeout)
+        try:
+            left = await run.execute(plan.handler, plan.timeout)
+        except BaseException:
+            # Such as KeyboardInterrupt, which passes on; `Desk.clear` hands the job off.
+            run.cause = run.cause or "shutdown"
+            self._report(run, left, Written("handed_off"))
+            raise
         return True, left, conclude(left, run.cause, run.policy, run.limit_text())
 
     async def _write(self, run: Run, wanted: Wanted | Settled) -> Written:

@@ -497,7 +497,7 @@ READ_WAKE_STATE = Statement(
         {lease_now} + coalesce(cast(:at as bigint) - {now}, 0) as lease_at)
 select
     exists (select 1 from {jobs} where state in ('running', 'completing')
-        and lease_until <= lease_at)
+        and (state = 'completing' or lease_until <= lease_at))
     or exists (select 1 from {jobs} where cancellation_id is not null
         and state in ('queued', 'running'))
     or exists (select 1 from {jobs} x where x.hint = 'ready' and x.cancellation_id is null
@@ -561,7 +561,7 @@ heads as {materialized} (
     + """)
 select
     exists (select 1 from {jobs} where state in ('running', 'completing')
-        and lease_until <= lease_at)
+        and (state = 'completing' or lease_until <= lease_at))
     or exists (select 1 from {jobs} where cancellation_id is not null
         and state in ('queued', 'running'))
     or exists (select 1 from ready x where x.not_before <= due_at and $first)

@@ -154,7 +154,7 @@ async def test_a_group_that_the_block_raises_is_raised_as_it_is(open_it):
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit])
 async def test_what_is_no_exception_passes_from_a_handler_and_the_job_is_handed_off(
-    open_it, store, error
+    open_it, store, ends, error
 ):
     async def handler(job: RunningJob):
         raise error
@@ -170,6 +170,7 @@ async def test_what_is_no_exception_passes_from_a_handler_and_the_job_is_handed_
     job = await store.read("x")
     assert isinstance(job, QueuedJob)
     assert job.attempt_count == 0
+    assert ends.causes("x") == ["shutdown"]
 
 
 async def test_drain_waits_for_what_runs_and_leaves_nothing_to_wait_for(open_it, store):

@@ -172,7 +172,7 @@ class Model:
                 pending = True
             if row.is_live:
                 remaining = cast("int", row.lease_until) - lease_at
-                pending |= remaining <= 0
+                pending |= row.state == "completing" or remaining <= 0
                 instants += [at + remaining] if remaining > 0 else []
         for row in self.heads():
             pending |= row.not_before <= at

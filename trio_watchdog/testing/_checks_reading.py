@@ -317,10 +317,7 @@ async def listings_are_newest_first_and_filtered(open_store: StoreMaker) -> None
 
 
 def expected_wake_state(jobs: Sequence[StoredJob], now: int, lease_now: int) -> WakeState:
-    """What the specification says of these rows, computed the slow way.
-
-    A completion whose owner still holds its lease waits for that owner, not for us.
-    """
+    """What the specification says of these rows, computed the slow way."""
     pending = False
     instants: list[int] = []
     queues = {job.queue for job in jobs}
@@ -329,7 +326,7 @@ def expected_wake_state(jobs: Sequence[StoredJob], now: int, lease_now: int) -> 
             pending = True
         if isinstance(job, (RunningJob, CompletingJob)):
             remaining = milliseconds(job.lease_until) - lease_now
-            pending |= remaining <= 0
+            pending |= isinstance(job, CompletingJob) or remaining <= 0
             instants += [now + remaining] if remaining > 0 else []
     for queue in queues:
         members = [job for job in jobs if job.queue == queue]
@@ -388,10 +385,10 @@ async def the_wake_state_of_each_situation(open_store: StoreMaker) -> None:
         assert await wake() == (False, 7)
         clock.advance(7)
         assert await wake() == (True, None)
-        # Completing, with the lease of whoever finishes it.
+        # Completing is due, also while somebody with a lease is at it.
         job = await claim(store, "a")
         await store.decide("j", job.token, Settle(Outcome.COMPLETED), has_hook=True)
-        assert await wake() == (False, LEASE_SECONDS)
+        assert await wake() == (True, LEASE_SECONDS)
         clock.advance(LEASE_SECONDS)
         assert await wake() == (True, None)
         await store.finish_completing("j", job.token)

@@ -451,8 +451,11 @@ def set_host_clock(
 class _SQLiteStore(Store):
     """What both stores share: telling about changes, and known-dead owners."""
 
-    def __init__(self, clock: Clock, owner_lock: OwnerLock | None, payload_limit: int) -> None:
+    def __init__(
+        self, engine: Engine, clock: Clock, owner_lock: OwnerLock | None, payload_limit: int
+    ) -> None:
         super().__init__()
+        self._engine = engine
         self.payload_limit = payload_limit
         self.clock = clock
         self.owner_lock = owner_lock
@@ -472,9 +475,14 @@ class _SQLiteStore(Store):
         self.owner_lock.forget(dead.difference(owners))
         return tuple(owner for owner in owners if owner in dead)
 
-    def _announce(self, effects: Effects) -> None:
+    def _perform(self, asked: Sequence[Wish[Any]]) -> tuple[list[Any], Effects]:
+        answers, effects = self._engine.perform(asked)
         if self.owner_lock is not None and effects.concern_others:
+            # Before our own tasks hear of it: others have the longer way.
             self.owner_lock.ring_others()
+        return answers, effects
+
+    def _announce(self, effects: Effects) -> None:
         if effects.concern_others or effects.settled:
             self.report(
                 Change(
@@ -498,13 +506,13 @@ class InlineStore(_SQLiteStore):
         payload_limit: int,
         place: Place | None = None,
     ) -> None:
-        super().__init__(clock, owner_lock, payload_limit)
-        self._engine = Engine(connection, clock, project, payload_limit, place)
+        engine = Engine(connection, clock, project, payload_limit, place)
+        super().__init__(engine, clock, owner_lock, payload_limit)
         self._touch: Callable[[], None] | None = None
 
     async def submit(self, *asked: Wish[Any]) -> list[Any]:
         await trio.lowlevel.checkpoint_if_cancelled()
-        answers, effects = self._engine.perform(asked)
+        answers, effects = self._perform(asked)
         self._announce(effects)
         if effects.concern_others:
             tell_touched(self._engine.connection, but=self._touch)
@@ -582,12 +590,12 @@ class FileStore(_SQLiteStore):
         project: Project | None,
         payload_limit: int,
     ) -> None:
-        super().__init__(clock, owner_lock, payload_limit)
+        engine = Engine(connection, clock, project, payload_limit, place)
+        super().__init__(engine, clock, owner_lock, payload_limit)
         self.path = place.path
         self._place = place
         self._worker = worker
         self._connect = connect
-        self._engine = Engine(connection, clock, project, payload_limit, place)
         self._exchange = Exchange(self._exchanged)
         # Two connections of one process take turns here, for SQLite's own waiting is a poll.
         self._turn = threading.Lock()
@@ -604,7 +612,7 @@ class FileStore(_SQLiteStore):
 
     def _perform(self, asked: Sequence[Wish[Any]]) -> tuple[list[Any], Effects]:
         with self._turn:
-            return self._engine.perform(asked)
+            return super()._perform(asked)
 
     async def watch(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
         assert self.owner_lock is not None

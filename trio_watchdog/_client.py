@@ -55,6 +55,10 @@ FIRST_LOOK = 0.05
 """Seconds until `Client.wait_settled` looks for the second time; longer each time after that."""
 
 
+MADE_AT_ONCE = 100
+"""Jobs that `Client.enqueue_many` takes from a generator in one step of the event loop: 1 ms."""
+
+
 class Client:
     """Jobs in a database: enqueue, cancel, read. `open_client` makes it.
 
@@ -97,8 +101,16 @@ class Client:
         return await self._ask(wishes.Enqueue(check_job(job)))
 
     async def enqueue_many(self, jobs: Iterable[Job]) -> list[Admission]:
-        """As `enqueue` for each job, in one transaction: all are admitted or none."""
-        return await self._ask(wishes.EnqueueMany(tuple(check_job(job) for job in jobs)))
+        """As `enqueue` for each job, in one transaction: all are admitted or none.
+
+        ``jobs`` may be a generator that makes them: it is a checkpoint now and then.
+        """
+        admitted: list[Job] = []
+        for job in jobs:
+            admitted.append(check_job(job))
+            if len(admitted) % MADE_AT_ONCE == 0:
+                await trio.lowlevel.checkpoint()
+        return await self._ask(wishes.EnqueueMany(tuple(admitted)))
 
     async def enqueue_select(
         self, sql: str, parameters: Sequence[Any] | Mapping[str, Any] = ()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextvars
 import gc
+import itertools
 import weakref
 
 import attrs
@@ -346,3 +347,33 @@ async def test_many_jobs_leave_nothing_behind(open_it):
         assert len(gc.get_objects()) - objects < 200
         assert trio.lowlevel.current_statistics().tasks_living == tasks
         assert watchdog.statistics().claims == 0
+
+
+async def test_a_generator_of_many_jobs_lets_other_tasks_run_and_its_error_admits_none(open_it):
+    steps_of_others: list[int] = []
+    made = 0
+
+    async def others():
+        while True:
+            steps_of_others.append(made)
+            await trio.lowlevel.checkpoint()
+
+    def make(*, fails: bool):
+        nonlocal made
+        for made in range(1000):
+            yield Job("mail", id=f"{made}")
+        if fails:
+            raise LookupError("no more of them")
+
+    async with open_it() as watchdog, trio.open_nursery() as nursery:
+        nursery.start_soon(others)
+        with pytest.raises(LookupError):
+            await watchdog.enqueue_many(make(fails=True))
+        assert await watchdog.count_jobs() == []
+        steps_of_others.clear()
+        await watchdog.enqueue_many(make(fails=False))
+        # A hundred jobs in each turn of the loop, of which the others may see every second only.
+        steps = sorted({*steps_of_others, 0, 999})
+        assert max(after - before for before, after in itertools.pairwise(steps)) <= 200
+        assert sum(count for *_, count in await watchdog.count_jobs()) == 1000
+        nursery.cancel_scope.cancel()

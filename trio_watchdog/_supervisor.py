@@ -81,16 +81,18 @@ class Supervisor:
 
     async def _patrol(self) -> None:
         doorbell = self._runtime.doorbell
+        poll_at = trio.current_time() + self._poll
         while True:
             ticket = doorbell.supervisor.ticket
             await self._runtime.outage.riding_out(self._pass)
             await trio.sleep(PASS_INTERVAL)
             self._runtime.quiet.ring_all()
-            with trio.move_on_after(self._poll) as scope:
+            with trio.move_on_at(poll_at):
                 await doorbell.supervisor.wait(ticket)
-            if scope.cancelled_caught:
-                # Whatever was not rung for, for whatever reason.
+            if trio.current_time() >= poll_at:
+                # Whatever was not rung for, for whatever reason, and however often others ring.
                 doorbell.ring_everything()
+                poll_at = trio.current_time() + self._poll
 
     async def _pass(self) -> None:
         await self._look_after_runs()

@@ -9,7 +9,7 @@ import pytest
 import trio
 from trio.testing import wait_all_tasks_blocked
 
-from trio_watchdog import Job, RunningJob, StoreInvalid, WakeState
+from trio_watchdog import Job, RunningJob, StoreInvalid, WakeState, Watchdog
 from trio_watchdog._model import to_instant
 from trio_watchdog._store import ELSEWHERE, Change
 from trio_watchdog._wake import Alarm, Bell, Doorbell
@@ -103,6 +103,26 @@ async def test_without_any_notification_the_slow_poll_finds_what_is_due(open_it,
         began = trio.current_time()
         await watchdog.wait_settled("x")
         assert trio.current_time() - began < 5.1
+
+
+async def test_the_slow_poll_comes_although_the_supervisor_is_rung_all_the_time(open_it, store):
+    async def ring_on(watchdog: Watchdog):
+        while True:
+            admission = await watchdog.enqueue(Job("other"))
+            await watchdog.cancel(admission.job.id)
+            await trio.sleep(1)
+
+    async with open_it(poll=5) as watchdog, trio.open_nursery() as nursery:
+        await watchdog.start_lane("mail", nothing)
+        await watchdog.wait_idle()
+        nursery.start_soon(ring_on, watchdog)
+        await trio.sleep(0.5)
+        listeners, store.store.on_change[:] = list(store.on_change), []
+        await store.enqueue(Job("mail", id="x"))
+        store.store.on_change[:] = listeners
+        with trio.fail_after(5.5):
+            await watchdog.wait_settled("x")
+        nursery.cancel_scope.cancel()
 
 
 async def test_a_cancel_by_others_reaches_the_handler_when_the_store_notices(open_it, store):

@@ -224,10 +224,11 @@ class Soak:
             )
             payload["overruns"] = times[0]
         recovery = dice.choices((Recovery(1000), Recovery(1), None), (8, 1, 1))[0]
-        if lane != "limited" and dice.random() < 0.15:
-            # Long enough to outlive the shorter window, and to be killed more than once.
-            recovery = Recovery(dice.choice((1, 2)), window=dice.choice((1.0, 8.0)))
-            payload["work"] = round(dice.uniform(0.5, 5.0), 3)
+        queue = f"queue{dice.randrange(QUEUES)}" if dice.random() < 0.5 else None
+        if lane != "limited" and dice.random() < 0.06:
+            # Long enough to be lost more than once, and to outlive a window. Nobody waits for it.
+            recovery = Recovery(dice.choice((1, 2)), window=dice.choice((1.0, 6.0)))
+            payload["work"], queue = round(dice.uniform(6.0, 14.0), 3), None
         due = None
         if dice.random() < 0.1:
             due = datetime.now(UTC) + timedelta(seconds=dice.uniform(0.1, 2.0))
@@ -235,7 +236,7 @@ class Soak:
             lane,
             payload,
             id=id,
-            queue=f"queue{dice.randrange(QUEUES)}" if dice.random() < 0.5 else None,
+            queue=queue,
             priority=dice.choices((0, dice.randint(-3, 3)), (3, 1))[0],
             not_before=due,
             recovery=recovery,

@@ -145,7 +145,11 @@ def was_away(ledger: Ledger, since: float, until: float) -> bool:
 
 
 def surely_alive_at(run: Execution) -> int:
-    """The last sign of life but one: the last may be the one step that a thawed process takes."""
+    """The end, if nobody cut it short, or else the last sign of life but one: the last may be the
+    one step that a thawed process takes.
+    """
+    if run.end is not None and run.end.facts["reason"] is None:
+        return run.end.at
     return run.beats[-2] if len(run.beats) > 1 else run.begin.at
 
 

@@ -454,6 +454,13 @@ def test_a_purged_job_that_was_at_work_is_found(
         only(problems, "works was admitted and is not settled")
 
 
+def test_a_purged_job_that_came_to_its_own_end_is_found(book: Book, tmp_path: Path) -> None:
+    book.admit(19, "works")
+    purge(book, 21, 1)
+    book.run(20, 21.5, "works")
+    only(book.problems(tmp_path), "works was admitted and is not settled")
+
+
 def test_more_jobs_gone_than_were_purged_are_found(book: Book, tmp_path: Path) -> None:
     book.admit(19, "one")
     book.admit(19.2, "two")

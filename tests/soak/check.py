@@ -255,15 +255,12 @@ def settled_once(
         if story.settled and story.asked is None:
             undone = ", and its admission was rolled back" if story.rolled_back else ""
             yield f"{story.id} is settled, and nobody asked for it{undone}"
-        is_purged = any(purge.may_have_taken(story) for purge in purged[queue_of(story)])
-        if story.admitted is not None and not story.settled and not is_purged:
+        is_open = story.admitted is not None and not story.settled
+        queue = None if story.admitted is None else story.admitted.queue
+        if is_open and not any(purge.may_have_taken(story) for purge in purged[queue]):
             yield f"{story.id} was admitted and is not settled: {told(story)}"
         if story.runs and story.asked is None:
             yield f"{story.id} ran, and nobody asked for it"
-
-
-def queue_of(story: Story) -> str | None:
-    return None if story.asked is None else story.asked.queue
 
 
 def purged_astray(

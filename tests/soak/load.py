@@ -228,7 +228,9 @@ class Soak:
         if lane != "limited" and dice.random() < 0.06:
             # Long enough to be lost more than once, and to outlive a window. Nobody waits for it.
             recovery = Recovery(dice.choice((1, 2)), window=dice.choice((1.0, 6.0)))
-            payload["work"], queue = round(dice.uniform(6.0, 14.0), 3), None
+            # Once is enough, for the end waits for it.
+            payload |= {"work": round(dice.uniform(6.0, 14.0), 3), "end": "complete"}
+            queue = None
         due = None
         if dice.random() < 0.1:
             due = datetime.now(UTC) + timedelta(seconds=dice.uniform(0.1, 2.0))

@@ -201,7 +201,11 @@ class Ledger:
 # -- what must be true of a ledger -----------------------------------------------------------------
 
 
-def overlaps(ledger: Ledger) -> list[str]:
+CUT = ("lease_lost", "cancellation", "lane_failed", "timeout")
+"""Reasons for which a handler is cancelled, other than a planned stop."""
+
+
+def overlaps(ledger: Ledger, voided: Mapping[str, int] | None = None) -> list[str]:
     """Executions of one queue that were at work at the same time.
 
     An execution is at work from its begin to its end. If its process was killed it may have been
@@ -209,8 +213,10 @@ def overlaps(ledger: Ledger) -> list[str]:
     was at work until the freeze, noted when the process stood still. What a frozen process would
     have done next it does when it is thawed, if it stood between waking up and its next checkpoint:
     so one beat after the thaw is no overlap, and a second one is. That next step may also be the
-    begin of a handler, see `is_stillborn`.
+    begin of a handler, see `is_stillborn`. ``voided``: jobs whose claims were taken from them while
+    they ran, by `fail_lane`, and the earliest moment of it; until then they were at work.
     """
+    voided = voided or {}
     frozen, thawed, killed = (moments(ledger, kind) for kind in ("freeze", "thaw", "kill"))
     problems: list[str] = []
     queues = defaultdict[str, list[tuple[int, int, str]]](list)
@@ -228,11 +234,13 @@ def overlaps(ledger: Ledger) -> list[str]:
             continue
         freezes = [at for at in frozen[begin.pid] if begin.at < at < until]
         # Cancelled before the freeze, and the end not written yet, is as good as lost in it.
-        if freezes and (end is None or end.facts["reason"] in ("lease_lost", "cancellation")):
+        if freezes and (end is None or end.facts["reason"] in CUT):
             if sum(beat > freezes[-1] for beat in execution.beats) > 1:
                 problems.append(f"{name} worked on after it was thawed")
             until = freezes[-1]
-        queues[execution.queue].append((begin.at, until, name))
+        until = min(until, voided.get(execution.job, until))
+        if begin.at < until:
+            queues[execution.queue].append((begin.at, until, name))
     for queue, intervals in queues.items():
         intervals.sort()
         for (_, until, first), (begin_at, _, second) in itertools.pairwise(intervals):

@@ -4,9 +4,15 @@ Who asked for a job, who ran it, and who read that it was settled wrote so into 
 itself. Lines of the soak, beside those of `tests/process/worker.py`:
 
 * ``asked`` and ``admitted``: before and after an admission. ``expects``: the outcome that the
-  handler is told to bring about; ``recoveries``: how many the job may have, None if it has none;
+  handler is told to bring about; ``recoveries``: how many the job may have, None if it has none,
+  and in which ``window``, None if in all its life;
   ``due``: not before, where one clock judges all. ``rolled_back``: an admission that was undone.
+* ``begin`` also tells how many attempts there may be, ``of``, and how often the job was
+  ``recovered`` by then, in the present window.
 * ``cancel``: the answer to a cancellation.
+* ``failing`` and ``lane_failed``: before a lane is failed, and each answer. ``reason`` is another
+  one for each call; ``jobs``: those that it settled; ``more``: whether some were left.
+* ``purging`` and ``purged``: before and after the jobs that wait in a queue are deleted.
 * ``settled``: the settled feed, in its order.
 * ``sample``: what a worker has. ``kill``, ``freeze``, ``thaw``, ``terminate``, ``clock``, ``stop``,
   ``start``: what was done to workers and to the server.
@@ -33,14 +39,18 @@ from tests.process.harness import (
     moments,
     overlaps,
 )
-from tests.soak.terms import ATTEMPTS, LEASE
+from tests.soak.terms import ATTEMPTS, LEASE, TIME_LIMIT
 
 CLAIM_AGE = 2 * LEASE * SECOND
 """How long before a handler's begin its job was claimed, at most: with one renewal in between."""
 
 CANCEL_LATE = 10 * SECOND
-"""How long a handler may run on after its cancellation is durable. Its worker hears of it at the
-next renewal, or else its lease ends; the rest is for a busy machine."""
+"""How long a handler may run on after its cancellation, or its lane's end, is durable. Its worker
+hears of it at the next renewal, or else its lease ends; the rest is for a busy machine."""
+
+LIMIT_LATE = 2 * SECOND
+"""How long a handler may run on after its time limit. No other process has to be heard of it, and
+only the machine may be busy."""
 
 EARLY = SECOND // 20
 """By how much a handler may begin too early by the ledger: the wall clock is adjusted meanwhile."""
@@ -65,6 +75,84 @@ second; of workers with enough samples."""
 ENOUGH = 24
 
 
+# -- what was done to many jobs at once -----------------------------------------------------------
+
+
+@define
+class LaneFailing:
+    """A call that failed all jobs of a lane."""
+
+    lane: str
+    asked_at: int
+    over_at: float = math.inf
+    """When the answer said that none were left."""
+    told: set[str] = field(factory=set[str])
+
+
+def lane_failings(ledger: Ledger) -> dict[str, LaneFailing]:
+    """By the reason that jobs get from it."""
+    found: dict[str, LaneFailing] = {}
+    for line in ledger.lines("failing"):
+        found[line.facts["reason"]] = LaneFailing(line.facts["lane"], line.at)
+    for line in ledger.lines("lane_failed"):
+        call = found[line.facts["reason"]]
+        call.told.update(line.facts["jobs"])
+        if not line.facts["more"]:
+            call.over_at = line.at
+    return found
+
+
+@frozen
+class Purge:
+    """A call that deleted what waited in a queue."""
+
+    asked_at: int
+    over_at: float
+    count: int | None
+    """None: it is not known, since there was no answer, or an earlier one may be lost."""
+
+    def may_have_taken(self, story: Story) -> bool:
+        """Whether the job was there, and nobody worked on it after the call."""
+        return (
+            self.count != 0
+            and story.asked is not None
+            and story.asked.at < self.over_at
+            and all(surely_alive_at(run) < self.over_at for run in story.runs)
+        )
+
+
+def purges(ledger: Ledger) -> defaultdict[str | None, list[Purge]]:
+    """By queue. A queue is purged by one call after the other."""
+    found = defaultdict[str | None, list[Purge]](list)
+    begun: dict[str | None, Line] = {}
+    for line in ledger.lines():
+        if line.kind == "purging":
+            begun[line.queue] = line
+        elif line.kind == "purged":
+            asked_at = begun.pop(line.queue).at
+            count = None if was_away(ledger, asked_at, line.at) else line.facts["count"]
+            found[line.queue].append(Purge(asked_at, line.at, count))
+    for queue, line in begun.items():
+        found[queue].append(Purge(line.at, math.inf, None))
+    return found
+
+
+def was_away(ledger: Ledger, since: float, until: float) -> bool:
+    """Whether the server was away meanwhile, so that an answer may have been lost."""
+    starts = [line.at for line in ledger.lines("start")]
+    outages = itertools.zip_longest(ledger.lines("stop"), starts, fillvalue=math.inf)
+    return any(stop.at <= until and since <= start for stop, start in outages)
+
+
+def surely_alive_at(run: Execution) -> int:
+    """The end, if nobody cut it short, or else the last sign of life but one: the last may be the
+    one step that a thawed process takes.
+    """
+    if run.end is not None and run.end.facts["reason"] is None:
+        return run.end.at
+    return run.beats[-2] if len(run.beats) > 1 else run.begin.at
+
+
 # -- a job's story ---------------------------------------------------------------------------------
 
 
@@ -82,6 +170,8 @@ class Story:
     cancels: list[Line] = field(factory=list[Line])
     hooks: list[Line] = field(factory=list[Line])
     hooked: list[Line] = field(factory=list[Line])
+    failed_by: LaneFailing | None = None
+    """If it was settled with its lane."""
 
     @property
     def end(self) -> dict[str, Any]:
@@ -95,6 +185,7 @@ class Story:
 
 def stories(ledger: Ledger) -> dict[str, Story]:
     found: dict[str, Story] = {}
+    failings = lane_failings(ledger)
     place = 0
     for line in ledger.lines():
         if line.job is None:
@@ -110,6 +201,7 @@ def stories(ledger: Ledger) -> dict[str, Story]:
                 story.rolled_back = True
             case "settled":
                 story.settled.append((place, line))
+                story.failed_by = failings.get(line.facts["reason"])
                 place += 1
             case "cancel":
                 story.cancels.append(line)
@@ -131,35 +223,69 @@ def stories(ledger: Ledger) -> dict[str, Story]:
 
 def contradictions(ledger: Ledger) -> list[str]:
     """Everything in the ledger that must not be."""
-    found = stories(ledger)
+    found, failings, purged = stories(ledger), lane_failings(ledger), purges(ledger)
+    voided = {id: story.failed_by.asked_at for id, story in found.items() if story.failed_by}
     problems = [
-        *settled_once(found.values()),
-        *overlaps(ledger),
+        *settled_once(found.values(), purged),
+        *purged_astray(found.values(), purged, ledger),
+        *overlaps(ledger, voided),
     ]
     if problems:
         # What follows takes it for granted that each job has one end.
         found = {id: story for id, story in found.items() if len(story.settled) == 1}
     problems += too_many_runs(found.values())
+    problems += recoveries_miscounted(found.values(), troubles(ledger))
     problems += wrong_outcomes(found.values())
+    problems += lanes_failed_astray(found, failings)
+    problems += overrun(found.values(), moments(ledger, "freeze"))
     problems += out_of_turn(found.values())
-    problems += cancelled_too_late(found.values(), moments(ledger, "freeze"))
+    problems += stopped_too_late(found.values(), failings.values(), moments(ledger, "freeze"))
     problems += hooks_astray(found.values())
     problems += leaks(ledger)
     return problems
 
 
-def settled_once(all: Iterable[Story]) -> Iterator[str]:
-    """Every admitted job is settled exactly once, and nothing else is."""
+def settled_once(
+    all: Iterable[Story], purged: defaultdict[str | None, list[Purge]]
+) -> Iterator[str]:
+    """Every admitted job is settled exactly once, unless it was purged, and nothing else is."""
     for story in all:
         if len(story.settled) > 1:
             yield f"{story.id} is in the settled feed {len(story.settled)} times"
         if story.settled and story.asked is None:
             undone = ", and its admission was rolled back" if story.rolled_back else ""
             yield f"{story.id} is settled, and nobody asked for it{undone}"
-        if story.admitted is not None and not story.settled:
+        is_open = story.admitted is not None and not story.settled
+        queue = None if story.admitted is None else story.admitted.queue
+        if is_open and not any(purge.may_have_taken(story) for purge in purged[queue]):
             yield f"{story.id} was admitted and is not settled: {told(story)}"
         if story.runs and story.asked is None:
             yield f"{story.id} ran, and nobody asked for it"
+
+
+def purged_astray(
+    all: Iterable[Story], purged: defaultdict[str | None, list[Purge]], ledger: Ledger
+) -> Iterator[str]:
+    """As many jobs are gone from a queue as the purges said."""
+    gone, doubtful = Counter[str | None](), Counter[str | None]()
+    for story in all:
+        if story.asked is None or story.rolled_back or not purged[story.asked.queue]:
+            continue
+        queue, admitted = story.asked.queue, story.admitted
+        if admitted is None:
+            # It may have been there: then its admission's answer was lost.
+            doubtful[queue] += not story.settled
+            continue
+        gone[queue] += not story.settled
+        # It may have been purged, and then admitted again, since the first answer was lost.
+        doubtful[queue] += was_away(ledger, story.asked.at, admitted.at)
+    for queue, calls in purged.items():
+        count = sum(purge.count or 0 for purge in calls)
+        is_known = not any(purge.count is None for purge in calls)
+        if gone[queue] > count and is_known:
+            yield f"queue {queue}: {gone[queue]} jobs are gone, and {count} were purged"
+        if count > gone[queue] + doubtful[queue]:
+            yield f"queue {queue}: {count} jobs were purged, and {gone[queue]} are gone"
 
 
 def too_many_runs(all: Iterable[Story]) -> Iterator[str]:
@@ -168,29 +294,84 @@ def too_many_runs(all: Iterable[Story]) -> Iterator[str]:
         if not story.settled or story.asked is None:
             continue
         again = sum(returned_to_queue(run) for run in story.runs)
-        recovered = story.end["recovery_count"]
+        recovered, budget = story.end["recovery_count"], story.asked.facts["recoveries"] or 0
+        if recovered > budget:
+            yield f"{story.id} was recovered {recovered} times of {budget}"
+        if story.runs and (window := window_of(story)) < math.inf:
+            # The end tells of the last window only. The first begins after the job was asked for,
+            # and each of the others when the one before is over.
+            life = story.runs[-1].begin.at - story.asked.at + EARLY
+            recovered = budget * (1 + int(life / window))
         if len(story.runs) > 1 + again + recovered:
             yield (
                 f"{story.id} ran {len(story.runs)} times, after {again} retries and hand-offs and"
                 f" {recovered} recoveries: {told(story)}"
             )
-        budget = story.asked.facts["recoveries"] or 0
-        if recovered > budget:
-            yield f"{story.id} was recovered {recovered} times of {budget}"
         if any(run.begin.facts["attempt"] > ATTEMPTS for run in story.runs):
             yield f"{story.id} had more than {ATTEMPTS} attempts: {told(story)}"
 
 
 def returned_to_queue(run: Execution) -> bool:
     """Whether an execution asked for another one, or was stopped by the runtime."""
-    return run.end is not None and (
-        run.end.facts["how"] in ("retry", "raised") or run.end.facts["reason"] == "shutdown"
-    )
+    if run.end is None:
+        return False
+    if is_timed_out(run):
+        return run.begin.facts["of"] is not None
+    return run.end.facts["how"] in ("retry", "raised") or run.end.facts["reason"] == "shutdown"
+
+
+def is_timed_out(run: Execution) -> bool:
+    return run.end is not None and run.end.facts["reason"] == "timeout"
+
+
+def window_of(story: Story) -> float:
+    """Nanoseconds within which recoveries count."""
+    window = None if story.asked is None else story.asked.facts.get("window")
+    return math.inf if window is None else window * SECOND
+
+
+def troubles(ledger: Ledger) -> list[int]:
+    """When something was done that a claim may be lost by."""
+    return sorted(line.at for kind in ("kill", "freeze", "stop") for line in ledger.lines(kind))
+
+
+def recoveries_miscounted(all: Iterable[Story], troubles: Sequence[int]) -> Iterator[str]:
+    """Each recovery counts within its window, and none after it.
+
+    When a window began is not known, but that it was after the begin of the execution that was
+    recovered, and before the begin of the next one.
+    """
+    for story in all:
+        window = window_of(story)
+        if not story.settled or not story.runs or story.asked is None or window == math.inf:
+            # Without a window, how many there are is all that counts.
+            continue
+        earliest = story.asked.at
+        latest = story.runs[0].begin.at
+        points = [(run.begin.at, run.begin.facts["recovered"]) for run in story.runs]
+        points.append((story.settled[0][1].at, story.end["recovery_count"]))
+        for place, run in enumerate(story.runs):
+            (_, before), (at, after) = points[place : place + 2]
+            is_last, is_again = run is story.runs[-1], returned_to_queue(run)
+            is_fresh = after < before or (after == before and not is_last and not is_again)
+            if is_fresh and (before == 0 or at - earliest < window - EARLY):
+                yield f"{story.id} was recovered, and it did not count: {told(story)}"
+            alive_at = surely_alive_at(run)
+            lost = bisect.bisect(troubles, at) - bisect.bisect(troubles, alive_at)
+            # Claims may be lost before a handler begins, and then more than one recovery lies here.
+            is_plain = lost <= 1 and not is_again
+            is_counted = after > before or (is_last and story.end["outcome"] == "interrupted")
+            if before and is_counted and is_plain and alive_at - latest > window + EARLY:
+                yield f"{story.id} was recovered too long ago for that to count: {told(story)}"
+            if is_fresh or before == 0:
+                earliest = run.begin.at
+            if is_fresh or before == 0 or (lost and not is_plain):
+                latest = at
 
 
 HOWS = {
     "completed": {"none", "complete"},
-    "failed": {"fail", "raised", "retry"},
+    "failed": {"fail", "raised", "retry", "timeout"},
     "cancelled": {"cancel"},
     "outcome_unknown": {"unknown"},
 }
@@ -205,14 +386,15 @@ def wrong_outcomes(all: Iterable[Story]) -> Iterator[str]:
         outcome, facts = story.end["outcome"], story.asked.facts
         for cancel in story.cancels:
             status, known = cancel.facts["status"], cancel.facts["outcome"]
-            if status == "recorded" and outcome != "cancelled":
+            # A lane that is failed takes the cancelled ones with it.
+            if status == "recorded" and outcome != "cancelled" and not story.failed_by:
                 yield f"{story.id} is {outcome}, and its cancellation was recorded"
             if status == "decided" and known != outcome:
                 yield f"{story.id} is {outcome}, and was said to be decided as {known}"
             # Missing it may be after it was read as settled: then it can be pruned.
             if status == "missing" and cancel.at < story.settled[0][1].at:
                 yield f"{story.id} was admitted, and missing when it was to be cancelled"
-        hows = {run.end.facts["how"] for run in story.runs if run.end is not None}
+        hows = {how(run) for run in story.runs}
         if outcome == facts["expects"] and hows & HOWS[outcome]:
             continue
         is_excused = (
@@ -222,12 +404,75 @@ def wrong_outcomes(all: Iterable[Story]) -> Iterator[str]:
                 and story.end["recovery_count"] == (facts["recoveries"] or 0)
             )
             or (outcome == "failed" and story.end["attempt_count"] == ATTEMPTS)
+            or (outcome == "failed" and story.failed_by is not None)
+            or (outcome == "failed" and has_timed_out_for_good(story))
         )
         if not is_excused:
             yield (
                 f"{story.id} is {outcome} ({story.end['reason']}), expected {facts['expects']}: "
                 + (told(story))
             )
+
+
+def how(run: Execution) -> str | None:
+    """How an execution ended; what it says after its time limit does not count."""
+    if run.end is None:
+        return None
+    return "timeout" if is_timed_out(run) else run.end.facts["how"]
+
+
+def has_timed_out_for_good(story: Story) -> bool:
+    """Whether the last execution took too long, on a slow machine perhaps, and was the only try."""
+    last = story.runs[-1] if story.runs else None
+    return last is not None and is_timed_out(last) and last.begin.facts["of"] is None
+
+
+def lanes_failed_astray(found: dict[str, Story], failings: dict[str, LaneFailing]) -> Iterator[str]:
+    """A lane that is failed takes what is queued or runs in it, and nothing else."""
+    for story in found.values():
+        call = story.failed_by
+        if call is None or story.asked is None:
+            continue
+        lane = story.asked.facts["lane"]
+        if lane != call.lane:
+            yield f"{story.id} of the lane {lane} was failed with the lane {call.lane}"
+        if story.settled[0][1].at < call.asked_at or story.asked.at > call.over_at:
+            yield f"{story.id} was failed with its lane at another time: {told(story)}"
+        if story.hooks:
+            yield f"{story.id} was failed with its lane after its decision: {told(story)}"
+    for reason, call in failings.items():
+        for id in call.told & found.keys():
+            if (end := found[id].end)["reason"] != reason:
+                yield f"{id} is {end['outcome']} ({end['reason']}), and was said to be failed"
+
+
+def overrun(all: Iterable[Story], frozen: defaultdict[int, list[int]]) -> Iterator[str]:
+    """Whoever passes the time limit is stopped, and ends by that if it was the last try."""
+    limit = int(TIME_LIMIT * SECOND)
+    for story in all:
+        if story.asked is None or story.asked.facts["lane"] != "limited":
+            continue
+        for run in story.runs:
+            late = run.begin.at + limit + LIMIT_LATE
+            is_frozen = any(run.begin.at < at < late for at in frozen[run.begin.pid])
+            if not is_frozen and any(beat > late for beat in run.beats):
+                yield f"{story.id} worked on long after its time limit: {told(story)}"
+        if not story.settled:
+            continue
+        last, reason = story.runs[-1] if story.runs else None, story.end["reason"] or ""
+        is_by_limit = f"timed out after {TIME_LIMIT:g} s" in reason
+        if is_by_limit and (
+            last is None or last.end is None or last.end.at - last.begin.at < limit - EARLY
+        ):
+            yield f"{story.id} had time left, and {reason}: {told(story)}"
+        if last is None or not is_timed_out(last) or story.failed_by:
+            continue
+        outcome = story.end["outcome"]
+        is_last = last.begin.facts["attempt"] == story.end["attempt_count"]
+        if outcome in ("completed", "outcome_unknown") or (
+            outcome == "failed" and is_last and not is_by_limit
+        ):
+            yield f"{story.id} is {outcome} ({reason}), and had timed out: {told(story)}"
 
 
 def out_of_turn(all: Iterable[Story]) -> Iterator[str]:
@@ -247,7 +492,9 @@ def out_of_turn(all: Iterable[Story]) -> Iterator[str]:
         )
         # What ended as it should held the queue until then.
         held = sorted(
-            run.end.at for run, _ in runs if run.end is not None and run.end.facts["reason"] is None
+            run.end.at
+            for run, story in runs
+            if run.end is not None and run.end.facts["reason"] is None and not story.failed_by
         )
         yield from _begun_out_of_turn(queue, members, runs, held)
         ended = [story for story in members if story.runs and is_by_handler(story)]
@@ -301,10 +548,21 @@ def _begun_out_of_turn(
             yield f"{story.id} began {(due - run.begin.at) / SECOND:.3f} s before it was due"
 
 
-def cancelled_too_late(all: Iterable[Story], frozen: defaultdict[int, list[int]]) -> Iterator[str]:
-    """Once a cancellation is durable no handler begins, and one that runs is soon stopped."""
+def stopped_too_late(
+    all: Iterable[Story], failings: Iterable[LaneFailing], frozen: defaultdict[int, list[int]]
+) -> Iterator[str]:
+    """Once a cancellation is durable no handler begins, and one that runs is soon stopped.
+
+    Nor when its lane was failed, and it had been admitted by then.
+    """
+    lanes = defaultdict[str, list[LaneFailing]](list)
+    for call in failings:
+        lanes[call.lane].append(call)
     for story in all:
-        ats = [line.at for line in story.cancels if line.facts["status"] == "recorded"]
+        ats: list[float] = [line.at for line in story.cancels if line.facts["status"] == "recorded"]
+        if story.asked is not None and story.admitted is not None:
+            calls = lanes[story.asked.facts["lane"]]
+            ats += [call.over_at for call in calls if call.asked_at > story.admitted.at]
         if not ats:
             continue
         limit = min(ats) + CANCEL_LATE
@@ -313,9 +571,9 @@ def cancelled_too_late(all: Iterable[Story], frozen: defaultdict[int, list[int]]
             if any(run.begin.at - CLAIM_AGE < at < limit for at in frozen[run.begin.pid]):
                 continue
             if run.begin.at > limit:
-                yield f"{story.id} began long after it was cancelled: {told(story)}"
+                yield f"{story.id} began long after it was cancelled or failed: {told(story)}"
             elif any(beat > limit for beat in run.beats):
-                yield f"{story.id} worked on long after it was cancelled: {told(story)}"
+                yield f"{story.id} worked on long after it was cancelled or failed: {told(story)}"
 
 
 def hooks_astray(all: Iterable[Story]) -> Iterator[str]:
@@ -420,7 +678,11 @@ def report(store: str, ledger: Ledger, kept: int) -> Report:
         "executions": sum(len(story.runs) for story in found.values()),
         "recovered": sum(line.facts["recovery_count"] for line in ends),
         "retried": sum(returned_to_queue(run) for story in found.values() for run in story.runs),
+        "timed out": sum(is_timed_out(run) for story in found.values() for run in story.runs),
         "cancelled": len(ledger.lines("cancel", status="recorded")),
+        "lanes failed": f"{count['failing']}, with"
+        f" {sum(story.failed_by is not None for story in found.values())} jobs",
+        "purged": sum(line.facts["count"] for line in ledger.lines("purged")),
         "workers": f"{count['kill']} killed, {count['thaw']} frozen, {drained} drained,"
         f" {count['clock']} clocks set",
         "server": f"{count['stop']} stopped",

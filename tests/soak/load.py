@@ -19,7 +19,15 @@ import trio
 from tests.postgres.server import PostgresServer
 from tests.process.harness import SECOND, Line, Tail, Worker, World, now, open_world
 from tests.soak.check import Report, contradictions, report
-from tests.soak.terms import AHEAD, BEHIND, HEARTBEAT, LEASE, RETENTION, RIGHT, TRY_LATER
+from tests.soak.terms import (
+    AHEAD,
+    BEHIND,
+    HEARTBEAT,
+    LEASE,
+    RETENTION,
+    RIGHT,
+    TRY_LATER,
+)
 from trio_watchdog import Job, Recovery, StoreUnavailable
 from trio_watchdog.testing import broken_rows, check_invariants
 
@@ -27,6 +35,9 @@ T = TypeVar("T")
 
 QUEUES = 12
 """Queues that jobs share. Half of the jobs have one of these, and the others nobody to wait for."""
+
+FAMILIES = 3
+"""Queues of the children that jobs admit."""
 
 BACKLOG = 300
 """Unsettled jobs at which the load waits: a slow machine makes the soak smaller, not longer."""
@@ -43,6 +54,11 @@ DRAIN_SECONDS = 60.0
 KEPT_SECONDS = 180.0
 """How long a settled job beyond `RETENTION` may stay: until it is old enough, a worker prunes, and
 the workers that prune have drained."""
+
+LANES = ("trio", "hook", "asyncio", "thread", "family", "limited")
+
+ALWAYS = 1000
+"""Attempts. More than there will be."""
 
 EXPECTED = {
     "none": "completed",
@@ -72,8 +88,8 @@ class Soak:
         self._starts = 0
         self._said = Said(self.ledger.path)
         self._unsettled: set[str] = set()
-        self._waiting: dict[str, None] = {}
-        """Admitted, and not read as settled: what can be cancelled."""
+        self._waiting: dict[str, str] = {}
+        """Admitted, and not read as settled: what can be cancelled. By id, with its queue."""
         self._is_read = trio.Event()
         self._is_over = False
 
@@ -86,7 +102,14 @@ class Soak:
                 self._launch(slot)
             with trio.move_on_after(seconds):
                 async with trio.open_nursery() as nursery:
-                    for task in (self._admit, self._cancel, self._disturb, self._disturb_server):
+                    for task in (
+                        self._admit,
+                        self._cancel,
+                        self._fail_lanes,
+                        self._purge_queues,
+                        self._disturb,
+                        self._disturb_server,
+                    ):
                         nursery.start_soon(task)
             for slot in self._workers:
                 await self._set_clock(slot, RIGHT)
@@ -156,7 +179,8 @@ class Soak:
             if count == 1:
                 enqueue = functools.partial(self.client.enqueue, jobs[0])
                 admissions = [await self._patiently(enqueue)]
-                if self.dice.random() < 0.05:
+                # In a queue of its own, for from the others it may have been purged meanwhile.
+                if jobs[0].queue == jobs[0].id and self.dice.random() < 0.1:
                     again = await self._patiently(enqueue)
                     if again.status != "duplicate":
                         self.problems.append(f"{jobs[0].id} was admitted twice")
@@ -167,11 +191,11 @@ class Soak:
                 job = admission.job
                 self.ledger.note("admitted", job=job.id, queue=job.queue, sequence=job.sequence)
                 if job.id in self._unsettled:
-                    self._waiting[job.id] = None
+                    self._waiting[job.id] = job.queue
 
     def _draw(self, id: str) -> Job:
         dice = self.dice
-        lane = dice.choices(("trio", "hook", "asyncio", "thread", "family"), (8, 4, 4, 4, 2))[0]
+        lane = dice.choices(LANES, (8, 4, 4, 4, 2, 3))[0]
         ending = dice.choices(
             ("none", "complete", "fail", "cancel", "unknown", "retry", "raise"),
             (50, 15, 5, 3, 3, 8, 4),
@@ -188,8 +212,25 @@ class Soak:
             payload["hook"] = [["beat", round(dice.uniform(0.0, 0.1), 3)]]
             payload["hook_fails"] = dice.random() < 0.05
         if lane == "family":
-            payload["child"] = f"children{dice.randrange(3)}"
+            payload["child"] = f"children{dice.randrange(FAMILIES)}"
             payload["rolls_back"] = dice.random() < 0.2
+        if lane == "limited":
+            payload |= {"work": round(min(work, 0.2), 3), "end": "none"}
+            payload["colour"] = dice.choice(("trio", "asyncio", "thread"))
+            payload["swallows"] = dice.random() < 0.3
+            payload["retries"] = dice.random() < 0.6
+            times = dice.choices(
+                (0, 1, 2, ALWAYS), (4, 3, 2, 1) if payload["retries"] else (4, 0, 0, 4)
+            )
+            payload["overruns"] = times[0]
+        recovery = dice.choices((Recovery(1000), Recovery(1), None), (8, 1, 1))[0]
+        queue = f"queue{dice.randrange(QUEUES)}" if dice.random() < 0.5 else None
+        if lane != "limited" and dice.random() < 0.06:
+            # Long enough to be lost more than once, and to outlive a window. Nobody waits for it.
+            recovery = Recovery(dice.choice((1, 2)), window=dice.choice((1.0, 6.0)))
+            # Once is enough, for the end waits for it.
+            payload |= {"work": round(dice.uniform(6.0, 14.0), 3), "end": "complete"}
+            queue = None
         due = None
         if dice.random() < 0.1:
             due = datetime.now(UTC) + timedelta(seconds=dice.uniform(0.1, 2.0))
@@ -197,24 +238,26 @@ class Soak:
             lane,
             payload,
             id=id,
-            queue=f"queue{dice.randrange(QUEUES)}" if dice.random() < 0.5 else None,
+            queue=queue,
             priority=dice.choices((0, dice.randint(-3, 3)), (3, 1))[0],
             not_before=due,
-            recovery=dice.choices((Recovery(1000), Recovery(1), None), (8, 1, 1))[0],
+            recovery=recovery,
         )
 
     def _ask_for(self, job: Job) -> None:
         facts: dict[str, Any] = {}
         if job.not_before is not None and self.server is not None:
             facts["due"] = int(job.not_before.timestamp() * SECOND) - time.time_ns() + now()
+        is_hopeless = job.payload.get("overruns") == ALWAYS
         self._unsettled.add(job.id)
         self.ledger.note(
             "asked",
             job=job.id,
             queue=job.queue,
             lane=job.lane,
-            expects=EXPECTED[job.payload["end"]],
+            expects="failed" if is_hopeless else EXPECTED[job.payload["end"]],
             recoveries=None if job.recovery is None else job.recovery.max_recoveries,
+            window=None if job.recovery is None else job.recovery.window,
             **facts,
         )
 
@@ -229,6 +272,38 @@ class Soak:
                 result = await self._patiently(cancel)
                 outcome = None if result.outcome is None else result.outcome.value
                 self.ledger.note("cancel", job=id, status=result.status, outcome=outcome)
+
+    async def _fail_lanes(self) -> None:
+        """Fail all that is in a lane now and then; the reason tells which call it was."""
+        for number in range(10**9):
+            await trio.sleep(self.dice.expovariate(self.rate / 120))
+            known = {"lane": self.dice.choice(LANES), "reason": f"lane failed by call {number}"}
+            self.ledger.note("failing", **known)
+            more = True
+            while more:
+                failure = await self._patiently(
+                    functools.partial(self.client.fail_lane, known["lane"], known["reason"])
+                )
+                more = failure.more
+                ids = [job.id for job in failure.jobs]
+                self.ledger.note("lane_failed", **known, jobs=ids, more=more)
+
+    async def _purge_queues(self) -> None:
+        """Delete what waits in a queue now and then."""
+        families = [f"children{number}" for number in range(FAMILIES)]
+        while True:
+            await trio.sleep(self.dice.expovariate(self.rate / 45))
+            # One where somebody waits, as a rule. The queue of a single job is not worth it.
+            shared = [queue for id, queue in self._waiting.items() if queue != id]
+            queue = self.dice.choice(families + shared)
+            waiting = [id for id, other in self._waiting.items() if other == queue]
+            self.ledger.note("purging", queue=queue)
+            count = await self._patiently(functools.partial(self.client.purge_queue, queue))
+            self.ledger.note("purged", queue=queue, count=count)
+            for id in waiting:
+                if await self._patiently(functools.partial(self.client.read, id)) is None:
+                    self._unsettled.discard(id)
+                    self._waiting.pop(id, None)
 
     async def _read_settled(self) -> None:
         """Write the settled feed down, and let go of what is written."""

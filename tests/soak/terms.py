@@ -16,6 +16,13 @@ HEARTBEAT = 1.0
 ATTEMPTS = 8
 """Of every lane's policy. More than a payload asks for, since crashes take attempts, too."""
 
+TIME_LIMIT = 0.6
+"""Seconds of the lane that has one."""
+
+OVERRUN = 5.0
+"""Seconds that a handler works which is to be stopped by its time limit: long enough to see that it
+was not."""
+
 RETENTION = Retention(older_than=20.0, keep=300, every=10.0)
 """Short, so that pruning runs beside everything else, and an hour needs no more room than a minute.
 The reader protects what it has not read."""

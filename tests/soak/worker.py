@@ -7,6 +7,9 @@ A job's payload says what its handler does:
   unless ``rolls_back``;
 * ``end``: how it ends, see `ENDINGS`; ``retry`` and ``raise`` in the first ``times`` attempts only,
   and ``complete`` after;
+* ``overruns``: the attempts that work for longer than the time limit, in the lane ``limited``;
+  ``colour``: of its handler; ``swallows``: it swallows its cancellation, and goes on to its end;
+  ``retries``: whether a policy applies;
 * ``hook``: steps of the completion hook; ``hook_fails``: which fails once, before them.
 """
 
@@ -29,7 +32,16 @@ from typing import Any
 import psycopg
 import trio
 
-from tests.soak.terms import AHEAD, ATTEMPTS, BEHIND, RETENTION, RIGHT, TRY_LATER
+from tests.soak.terms import (
+    AHEAD,
+    ATTEMPTS,
+    BEHIND,
+    OVERRUN,
+    RETENTION,
+    RIGHT,
+    TIME_LIMIT,
+    TRY_LATER,
+)
 from trio_watchdog import (
     Cancel,
     Complete,
@@ -85,12 +97,25 @@ database: str = base.CONFIG["database"]
 Work = Callable[[RunningJob, dict[str, Any]], Awaitable[None]]
 
 
+def seconds_of(job: RunningJob) -> float:
+    """How long this attempt works."""
+    is_overrun = job.attempt.count <= job.payload.get("overruns", 0)
+    return OVERRUN if is_overrun else job.payload["work"]
+
+
 @contextlib.contextmanager
 def recorded(job: RunningJob) -> Iterator[dict[str, Any]]:
     """Begin and end of an execution; what is put into ``how`` is how it ended."""
     known = {"job": job.id, "queue": job.queue, "token": job.token}
     end = {"how": "raised"}
-    doer.ledger.write("begin", **known, lane=job.lane, attempt=job.attempt.count)
+    doer.ledger.write(
+        "begin",
+        **known,
+        lane=job.lane,
+        attempt=job.attempt.count,
+        of=job.attempt.max_attempts,
+        recovered=job.recovery_count,
+    )
     try:
         yield end
     except trio.Cancelled:
@@ -119,14 +144,14 @@ def handler_that(work: Work) -> Callable[[RunningJob], Awaitable[Any]]:
 
 
 async def trio_work(job: RunningJob, known: dict[str, Any]) -> None:
-    await doer.beat(known, job.payload["work"])
+    await doer.beat(known, seconds_of(job))
     await trio.lowlevel.checkpoint()
 
 
 async def asyncio_work(job: RunningJob, known: dict[str, Any]) -> None:
     async def work(job: RunningJob) -> None:
         loop = asyncio.get_running_loop()
-        until = loop.time() + job.payload["work"]
+        until = loop.time() + seconds_of(job)
         while loop.time() < until:
             doer.ledger.write("beat", **known)
             await asyncio.sleep(BEAT)
@@ -138,7 +163,7 @@ async def thread_work(job: RunningJob, known: dict[str, Any]) -> None:
     pause = threading.Event()
 
     def work(job: RunningJob) -> None:
-        left = job.payload["work"]
+        left = seconds_of(job)
         while left > 0:
             job.checkpoint()
             doer.ledger.write("beat", **known)
@@ -146,6 +171,22 @@ async def thread_work(job: RunningJob, known: dict[str, Any]) -> None:
             left -= THREAD_BEAT
 
     await thread_handler(work)(job)
+
+
+COLOURS: dict[str, Work] = {"trio": trio_work, "asyncio": asyncio_work, "thread": thread_work}
+
+
+async def limited_work(job: RunningJob, known: dict[str, Any]) -> None:
+    try:
+        await COLOURS[job.payload["colour"]](job, known)
+    except trio.Cancelled:
+        if not job.payload["swallows"]:
+            raise
+        # What follows is a word that must not count.
+
+
+def limited_policy(job: RunningJob) -> RetryPolicy | None:
+    return POLICY if job.payload["retries"] else None
 
 
 async def family_work(job: RunningJob, known: dict[str, Any]) -> None:
@@ -195,6 +236,9 @@ lanes.lane("hook", workers=3, retry=POLICY, on_completing=hook)(handler_that(tri
 lanes.lane("asyncio", workers=2, retry=POLICY)(handler_that(asyncio_work))
 lanes.lane("thread", workers=2, retry=POLICY)(handler_that(thread_work))
 lanes.lane("family", workers=2, retry=POLICY)(handler_that(family_work))
+lanes.lane("limited", workers=3, retry=limited_policy, timeout=TIME_LIMIT)(
+    handler_that(limited_work)
+)
 
 
 # -- the process ----------------------------------------------------------------------------------

@@ -36,6 +36,7 @@ class Exchange:
         self._share = share
         self._pending: list[_Submission] = []
         self._is_led = False
+        self._was_shared = False
 
     async def submit(self, asked: Sequence[Wish[Any]]) -> list[Any]:
         """Answers to the wishes.
@@ -71,6 +72,9 @@ class Exchange:
             if is_first:
                 # A turn of the loop, in which tasks woken together with this one add their wishes.
                 await trio.lowlevel.cancel_shielded_checkpoint()
+                if self._was_shared:
+                    # Those answered together with this one may run after it in their turn.
+                    await trio.lowlevel.cancel_shielded_checkpoint()
             while submission.answers is None:
                 await self._exchange()
             if self._share is not None and len(self._pending) >= self._share:
@@ -95,6 +99,7 @@ class Exchange:
         while len(batch) < most and size < EXCHANGE_LIMIT:
             batch.append(self._pending.pop(0))
             size += len(batch[-1].asked)
+        self._was_shared = len(batch) > 1
         asked = [wish for submission in batch for wish in submission.asked]
         try:
             answers = await self._perform(asked)

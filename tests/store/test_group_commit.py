@@ -121,6 +121,26 @@ async def test_tasks_that_ask_in_the_same_turn_share_the_first_exchange(
     desk.gates[0].set()
 
 
+async def test_tasks_that_were_answered_together_go_together_again() -> None:
+    sizes: list[int] = []
+
+    async def perform(asked: Sequence[Wish[Any]]) -> list[None]:
+        sizes.append(len(asked))
+        await trio.lowlevel.cancel_shielded_checkpoint()
+        return [None] * len(asked)
+
+    exchange = Exchange(perform)
+
+    async def ask_on() -> None:
+        for _ in range(100):
+            await exchange.submit([w.Read("j")])
+
+    async with trio.open_nursery() as nursery:
+        for _ in range(8):
+            nursery.start_soon(ask_on)
+    assert sizes == [8] * 100
+
+
 async def test_of_many_tasks_one_half_is_answered_while_the_other_works(
     nursery: trio.Nursery,
 ) -> None:

@@ -38,6 +38,7 @@ class Proxy:
         self._nursery = nursery
         self._listener: trio.SocketListener | None = None
         self._gates: dict[Direction, trio.Event] = {}
+        self._held: dict[Direction, trio.Event] = {}
         self._pairs: dict[trio.CancelScope, list[trio.SocketStream]] = {}
         self.port = 0
         self.delay = 0.0
@@ -49,6 +50,7 @@ class Proxy:
         self._broken: tuple[int, When] | None = None
         for direction in BOTH:
             self._gates[direction] = trio.Event()
+            self._held[direction] = trio.Event()
         self.forward()
 
     @property
@@ -71,6 +73,11 @@ class Proxy:
         for direction in directions or BOTH:
             if self._gates[direction].is_set():
                 self._gates[direction] = trio.Event()
+                self._held[direction] = trio.Event()
+
+    async def holds(self, direction: Direction) -> None:
+        """Return when something has come since `stop` and is held back."""
+        await self._held[direction].wait()
 
     def cut(self) -> None:
         """Reset every open connection. What was held back is lost."""
@@ -141,6 +148,8 @@ class Proxy:
             async for data in source:
                 if self.delay:
                     await trio.sleep(self.delay)
+                if not self._gates[direction].is_set():
+                    self._held[direction].set()
                 await self._gates[direction].wait()
                 passed, is_broken = passes(data)
                 await sink.send_all(passed)

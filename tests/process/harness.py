@@ -557,8 +557,10 @@ class World:
                     "select value from watchdog_meta where name = 'boot_offset'"
                 ).fetchone()
             return (lease_until - offset) * 1_000_000
-        # The server's clock is this host's.
-        return lease_until * 1_000_000 - time.time_ns() + now()
+        # The server's clock is this host's. In this order, for a pause between the two looks must
+        # not make the lease longer than it is.
+        at = now()
+        return lease_until * 1_000_000 - time.time_ns() + at
 
     # -- the verdict ------------------------------------------------------------------------------
 

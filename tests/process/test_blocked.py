@@ -21,10 +21,10 @@ async def a_handler_that_blocks_for_three_leases_keeps_its_job_and_is_named(worl
     await world.enqueue("job", ["block", 3.2 * LEASE], queue="q", recovery=Recovery(1))
     await world.enqueue("next", queue="q")
     await world.line("begin", job="job")
-    await world.start("b")
     # While it blocks, and not afterwards, the log says which job it is and where it stands.
     await world.until(lambda: "has blocked the event loop" in first.log, "it is not reported")
     assert not world.ledger.lines("end", job="job")
+    await world.start("b")
     log = first.log
     assert "job 'job' of lane 'work' has blocked the event loop" in log
     assert "in block\n    time.sleep(seconds)" in log

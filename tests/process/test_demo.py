@@ -81,6 +81,31 @@ class Demo:
         assert self.workers() == []
         return output, errors
 
+    @contextlib.contextmanager
+    def held(self) -> Generator[Callable[[], None]]:
+        """Workers that are started meanwhile do nothing until this is called, or at its end."""
+        folder = self.temporary.with_name("held")
+        folder.mkdir()
+        gate = folder / "open"
+        (folder / "sitecustomize.py").write_text(
+            "import os, sys, time\n"
+            f"while 'demo-worker' in sys.orig_argv and not os.path.exists({str(gate)!r}):\n"
+            "    time.sleep(0.01)\n"
+        )
+        path = self.environment["PYTHONPATH"]
+        self.environment["PYTHONPATH"] = os.pathsep.join([str(folder), path])
+        try:
+            yield gate.touch
+        finally:
+            gate.touch()
+
+    def wait_for_a_worker(self) -> None:
+        """By then the tree was walked and its files are jobs."""
+        end = time.monotonic() + 60
+        while not self.workers():
+            assert time.monotonic() < end, "no worker was started"
+            time.sleep(0.01)
+
     def workers(self) -> list[int]:
         """Processes that work on this tree; it is named in their arguments."""
         found: list[int] = []
@@ -96,7 +121,7 @@ class Demo:
 
     def line_of_a_ledger(self, key: str) -> tuple[Path, dict[str, Any]]:
         """The first ledger line with this key, as soon as a worker has written it."""
-        end = time.monotonic() + 30
+        end = time.monotonic() + 60
         while time.monotonic() < end:
             for ledger in self.temporary.glob("*/worker-*.jsonl"):
                 for line in ledger.read_text().splitlines(keepends=True):
@@ -120,7 +145,8 @@ def demo(tmp_path: Path) -> Generator[Demo]:
 
 
 def test_a_worker_is_killed_and_every_file_is_settled_once(demo: Demo) -> None:
-    demo.fill()
+    # Twice as large as elsewhere: there has to be work left when a worker is killed.
+    demo.fill(size=3_000_000)
     output, errors = demo.run("--json")
     report = json.loads(output)
     assert report["ok"]
@@ -137,10 +163,16 @@ def test_a_worker_is_killed_and_every_file_is_settled_once(demo: Demo) -> None:
 
 def test_a_tampered_result_is_found(demo: Demo) -> None:
     demo.fill(folders=2, files=6)
-    process = demo.start("--no-kill")
-    ledger, line = demo.line_of_a_ledger("done")
-    with ledger.open("a") as file:
-        file.write(json.dumps(line | {"digest": "0" * 64}) + "\n")
+    with demo.held() as let_go:
+        process = demo.start("--no-kill")
+        demo.wait_for_a_worker()
+        # So that it does not come to its end before the ledger has been tampered with.
+        process.send_signal(signal.SIGSTOP)
+        let_go()
+        ledger, line = demo.line_of_a_ledger("done")
+        with ledger.open("a") as file:
+            file.write(json.dumps(line | {"digest": "0" * 64}) + "\n")
+        process.send_signal(signal.SIGCONT)
     output, _ = demo.finish(process, code=1)
     assert "digest equal to a fresh reading   11 of 12\n" in output
     assert "a ledger says 000000000000..., a fresh reading" in output
@@ -148,13 +180,13 @@ def test_a_tampered_result_is_found(demo: Demo) -> None:
 
 
 def test_a_file_that_vanishes_is_noted(demo: Demo) -> None:
-    # One queue, so the second file waits for the first.
-    demo.fill(folders=1, files=1, size=10_000_000)
+    demo.fill(folders=1, files=1)
     second = demo.tree / "folder0" / "1.txt"
     second.write_text("soon gone")
-    process = demo.start("--no-kill", "--workers", "1")
-    demo.line_of_a_ledger("began")
-    second.unlink()
+    with demo.held():
+        process = demo.start("--no-kill", "--workers", "1")
+        demo.wait_for_a_worker()
+        second.unlink()
     output, _ = demo.finish(process)
     assert "settled exactly once              2 of 2\n" in output
     assert "folder0/1.txt: cannot be read: No such file or directory" in output

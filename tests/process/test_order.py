@@ -39,10 +39,11 @@ def jobs_of(
 
 @on("sqlite")
 async def two_processes_and_2000_jobs_keep_the_order_of_50_queues(world: World) -> None:
-    await world.client.enqueue_many(jobs_of(2000, 50, 4, random.Random(1)))
     lanes = [{"name": f"lane{number}", "workers": 4} for number in range(4)]
     workers = [world.launch(name, lanes=lanes, lease=20.0) for name in "ab"]
     await world.ready(*workers)
+    # All at once, and when both are there: one alone would soon be done with them.
+    await world.client.enqueue_many(jobs_of(2000, 50, 4, random.Random(1)))
     await world.settled(seconds=120)
     jobs = world.check()
     assert out_of_order(world.ledger, jobs.values()) == []

@@ -11,7 +11,7 @@ RUN = ("-m", "trio_watchdog", "run", "worker:lanes", "--json", "--lease", f"{LEA
 
 @on("sqlite", "postgres")
 async def a_drain_with_a_job_in_every_phase_loses_none_and_starts_none(world: World) -> None:
-    first = await world.start("a", lanes=LANES, hold=HOLD, lease=6.0)
+    first = await world.start("a", lanes=LANES, hold=HOLD, lease=LONG)
     await enqueue_in_phases(world, recovery=Recovery(1))
     await in_phases(world)
     first.terminate()

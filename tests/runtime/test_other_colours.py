@@ -219,7 +219,7 @@ async def test_a_limit_cancels_an_asyncio_handler_and_its_attempt_has_failed():
             await asyncio.sleep(60)
 
     async with open_watchdog(":memory:") as watchdog:
-        await watchdog.start_lane("mail", handler, timeout=0.2, retry=RetryPolicy(2, delay=0))
+        await watchdog.start_lane("mail", handler, timeout=3, retry=RetryPolicy(2, delay=0))
         await watchdog.enqueue(Job("mail", id="x"))
         settled = await watchdog.wait_settled("x")
     assert (settled.outcome, settled.cancellation_id) == ("completed", None)

@@ -288,9 +288,19 @@ async def test_a_clock_that_is_wrong_is_a_warning(
         pass
     real = vitals.time.time
     for wrong, level in ((0, "ok"), (4, "ok"), (-7, "warning"), (3600, "warning")):
-        with monkeypatch.context() as patch:
-            patch.setattr(vitals.time, "time", lambda wrong=wrong: real() + wrong)
-            ((found, text),) = about(await findings(postgres_database), "clock")
+        took = 1.0
+        # The question is answered somewhere between two looks at the clock: close ones, here.
+        while took > 0.1:
+            looks: list[float] = []
+
+            def look(wrong: float = wrong, looks: list[float] = looks) -> float:
+                looks.append(real() + wrong)
+                return looks[-1]
+
+            with monkeypatch.context() as patch:
+                patch.setattr(vitals.time, "time", look)
+                ((found, text),) = about(await findings(postgres_database), "clock")
+            took = max(looks) - min(looks)
         assert found == level, (wrong, text)
         if wrong:
             assert ("ahead" if wrong < 0 else "behind") in text
@@ -438,7 +448,7 @@ async def test_it_is_said_why_a_job_does_not_run(
 
 
 async def test_it_is_said_what_became_of_a_job(
-    database: str, explained: Callable[[str], Awaitable[str]]
+    database: str, explained: Callable[[str], Awaitable[str]], by_hand: ByHand
 ) -> None:
     async with open_client(database) as client:
         store = store_of(client)
@@ -460,11 +470,11 @@ async def test_it_is_said_what_became_of_a_job(
             "Its execution has disappeared: the lease ended"
         )
         await client.enqueue(Job("i", id="orphan"))
-        await claim(store, "i", "t4", 500)
+        await claim(store, "i", "t4", 60_000)
         await store.decide("orphan", "t4", DONE, has_hook=True)
         said = await explained("orphan")
-        assert said.startswith("Its outcome is decided (completed), and the completion hook has")
-        await trio.sleep(0.51)
+        assert said == "Its outcome is decided (completed), and the completion hook has not finished."
+        by_hand("update {jobs} set lease_until = lease_until - 60000 where id = 'orphan'")
         assert "takes it over" in await explained("orphan")
 
 

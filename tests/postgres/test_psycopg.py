@@ -107,7 +107,7 @@ async def numbers(connection: Connection) -> list[int]:
 
 async def until(other: Connection, condition: str, *parameters: object) -> None:
     """Wait until a condition holds in the eyes of the server."""
-    with trio.fail_after(10):
+    with trio.fail_after(60):
         # The server has no event that one could wait for instead.
         while not await value(other, f"select {condition}", *parameters):  # noqa: ASYNC110
             await trio.sleep(0.005)
@@ -466,8 +466,8 @@ async def test_with_a_libpq_that_can_only_block_a_cancelled_query_costs_the_conn
 
     monkeypatch.setattr(psycopg.capabilities, "has_cancel_safe", has_cancel_safe)
     took = await cancel_when(
-        lambda: until_running(other, "%pg_sleep(5)%"),
-        lambda: connection.execute("select pg_sleep(5)"),
+        lambda: until_running(other, "%pg_sleep(60)%"),
+        lambda: connection.execute("select pg_sleep(60)"),
     )
     assert took < PROMPT
     assert connection.closed
@@ -726,7 +726,8 @@ async def test_a_step_of_several_statements_is_cancelled_as_a_whole(
             lambda: until_running(other, "%pg_sleep(60)%"),
             lambda: connection.execute("select pg_sleep(60)"),
         )
-        assert requests == 2
+        # More if the machine was busy: it asks until the statement is over.
+        assert requests >= 2
         assert took < PROMPT
         assert await value(connection, "select 1") == 1
 
@@ -862,7 +863,7 @@ async def test_silence_within_a_block_is_bounded_once_and_not_per_level(
     postgres_database: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Long, so that another one for a further level would not be taken for a busy machine.
-    wind_up = 3.0
+    wind_up = 5.0
     monkeypatch.setattr(trio_watchdog._psycopg, "WIND_UP_SECONDS", wind_up)
 
     async def is_bounded(moment: str) -> None:
@@ -870,20 +871,25 @@ async def test_silence_within_a_block_is_bounded_once_and_not_per_level(
             open_proxy(postgres_database) as proxy,
             connected(proxy.url, autocommit=True) as connection,
         ):
-            started = trio.current_time()
-            with trio.move_on_after(0.5) as scope:
+            with trio.CancelScope() as scope:
+
+                def fall_silent(*directions: Direction) -> None:
+                    proxy.stop(*directions)
+                    # Only now, for what comes before is to be done.
+                    scope.deadline = trio.current_time() + 0.5
+
                 async with connection.transaction(), connection.transaction():
                     if moment == "pipeline":
                         async with connection.pipeline():
                             await connection.execute("select 1")
-                            proxy.stop()
+                            fall_silent()
                     elif moment == "commit":
-                        proxy.stop("answers")
+                        fall_silent("answers")
                     else:
-                        proxy.stop()
+                        fall_silent()
                         await connection.execute("select 1")
             assert scope.cancelled_caught
-            assert trio.current_time() - started < 0.5 + 2 * wind_up
+            assert trio.current_time() - scope.deadline < 2 * wind_up
             assert connection.closed
 
     async with trio.open_nursery() as nursery:
@@ -897,8 +903,8 @@ async def test_a_server_that_only_refuses_the_cancel_request_loses_the_connectio
     async with connected(proxy.url, autocommit=True) as connection:
         await proxy.refuse()
         took = await cancel_when(
-            lambda: until_running(other, "%pg_sleep(5)%"),
-            lambda: connection.execute("select pg_sleep(5)"),
+            lambda: until_running(other, "%pg_sleep(60)%"),
+            lambda: connection.execute("select pg_sleep(60)"),
         )
         assert took < PROMPT
         assert connection.closed
@@ -1152,9 +1158,13 @@ async def test_a_server_that_never_answers_costs_the_connect_timeout(proxy: Prox
 async def test_a_cancelled_connect_leaves_no_socket(proxy: Proxy) -> None:
     proxy.stop()
     before = len(os.listdir("/proc/self/fd"))
-    with trio.move_on_after(0.1) as scope:
-        await TrioConnection.connect(proxy.url)
-    assert scope.cancelled_caught
+
+    async def is_held() -> None:
+        with trio.fail_after(PROMPT):
+            await proxy.holds("questions")
+
+    # By then the proxy has both its sockets, too.
+    await cancel_when(is_held, lambda: TrioConnection.connect(proxy.url))
     proxy.cut()
     await trio.testing.wait_all_tasks_blocked(0.01)
     assert len(os.listdir("/proc/self/fd")) <= before

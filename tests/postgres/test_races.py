@@ -11,6 +11,7 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
+import trio
 
 from tests.postgres.stepping import (
     LEASE,
@@ -252,6 +253,11 @@ async def test_who_asks_again_about_a_duplicate_holds_no_lock_of_its_queue(stage
         await b.through("enqueue")
         await a.through("try queues")
         await a.until("insert")
+        await a.step()
+        # It waits for the other until its time is up, and then asks again.
+        with trio.fail_after(60):
+            while a.label is None:
+                await stage.settle()
         first = len(stage.trace)
         await a.until("insert")
         await b.finish()

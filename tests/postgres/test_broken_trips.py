@@ -126,8 +126,8 @@ async def opened(url: str, **options: Any) -> AsyncGenerator[Watchdog]:
         yield watchdog
 
 
-async def run(url: str, schema: str, number: int, when: When) -> int:
-    """Run the program, with that trip broken; how many trips it made."""
+async def run(url: str, schema: str, number: int, when: When) -> bool:
+    """Run the program, with that trip broken; whether it came so far."""
     program = Program()
     async with open_proxy(url) as proxy:
         with trio.fail_after(100):
@@ -137,7 +137,7 @@ async def run(url: str, schema: str, number: int, when: When) -> int:
             ):
                 proxy.break_trip(number, when)
                 await program.work(near, far)
-            trips = proxy.trips
+            is_broken = proxy.trips >= number
     where = f"trip {number} was lost {when} its effect"
     assert program.together == [], where
     assert program.runs == {id: attempts for id, (_, _, attempts) in EXPECTED.items()}, where
@@ -158,25 +158,26 @@ async def run(url: str, schema: str, number: int, when: When) -> int:
                 cursor = page.cursor
                 await trio.sleep(0.01)
         assert sorted(told) == sorted(EXPECTED), where
-    return trips
+    return is_broken
 
 
 @pytest.mark.parametrize("when", get_args(When))
 async def test_any_trip_of_a_program_may_be_lost(when: When, quick_database: str) -> None:
     numbers = list(range(1 + get_args(When).index(when), TRIPS, SHARE))
-    made: list[int] = []
+    broken: list[bool] = []
 
     async def work(place: int) -> None:
         while numbers:
             number = numbers.pop()
             schema = f"trips_{when}_{number}"
-            made.append(await run(quick_database, schema, number, when))
+            broken.append(await run(quick_database, schema, number, when))
 
     async with trio.open_nursery() as nursery:
         for place in range(TOGETHER):
             nursery.start_soon(work, place)
-    # So that few of them were broken after the program's end.
-    assert min(made) > TRIPS * 2 // 3
+    # Few were to come after the program's end. How many it makes depends on which of the two
+    # processes is quicker to claim a job.
+    assert sum(broken) > len(broken) * 2 / 3
 
 
 @pytest.mark.parametrize("when", get_args(When))

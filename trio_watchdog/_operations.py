@@ -73,8 +73,9 @@ ADMISSION_CHUNK = 1000
 DUE = 4
 """Where `insertion` has the instant."""
 
-CLAIM_WINDOW = 16
-"""Ready rows that a claim looks at beyond the number it wants."""
+CLAIM_WINDOW = 64
+"""Ready rows that a claim looks at beyond the number it wants, if it must: other processes may be
+taking the first of them just now, and a second look costs a trip."""
 
 LANES_TRIED = 4
 """Lanes in which one claim of any lane looks for a job, before it is told to come again."""

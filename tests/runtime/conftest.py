@@ -101,6 +101,10 @@ class TimelessStore(FaultyStore):
         with self._standstill:
             return await super().submit(*asked)
 
+    async def dead_owners(self) -> tuple[str, ...]:
+        with self._standstill:
+            return await super().dead_owners()
+
     def open_renewer(self) -> None:
         return None
 

@@ -610,7 +610,7 @@ class PostgresStore(Store):
 
     async def submit(self, *asked: Wish[Any]) -> list[Any]:
         # A fork shares the sockets, and would talk into its parent's conversations.
-        self.refuse_fork()
+        self.check_usable()
         is_lanes = any(type(wish) in _LANES for wish in asked)
         exchange = self._lane_exchange if is_lanes else self._caller_exchange
         answers = await exchange.submit(asked)
@@ -737,6 +737,7 @@ class PostgresStore(Store):
 
     async def close(self) -> None:
         """Close the connections."""
+        self.is_closed = True
         await self._lanes.close()
         await self._callers.close()
 
@@ -745,6 +746,8 @@ class PostgresStore(Store):
     async def _perform(
         self, session: Session, asked: Sequence[Wish[Any]], *, is_hasty: bool = False
     ) -> list[Any]:
+        # Once more, for those who waited while it was closed.
+        self.check_usable()
         kinds = {type(wish) for wish in asked}
         is_whole = bool(kinds & _WHOLE) or (
             self._project is not None and not kinds <= operations.READS

@@ -512,6 +512,7 @@ class InlineStore(_SQLiteStore):
 
     async def submit(self, *asked: Wish[Any]) -> list[Any]:
         await trio.lowlevel.checkpoint_if_cancelled()
+        self.check_usable()
         answers, effects = self._perform(asked)
         self._announce(effects)
         if effects.concern_others:
@@ -602,10 +603,12 @@ class FileStore(_SQLiteStore):
 
     async def submit(self, *asked: Wish[Any]) -> list[Any]:
         # A fork has no worker thread, and would wait for it for ever.
-        self.refuse_fork()
+        self.check_usable()
         return await self._exchange.submit(asked)
 
     async def _exchanged(self, asked: Sequence[Wish[Any]]) -> Sequence[Any]:
+        # Once more, for those who waited while it was closed: the thread answers nobody then.
+        self.check_usable()
         answers, effects = (await self._worker.run(self._perform, asked)).unwrap()
         self._announce(effects)
         return answers
@@ -886,6 +889,7 @@ async def open_file_store(
             with contextlib.nullcontext() if read_only else owner_lock:
                 yield store
         finally:
+            store.is_closed = True
             # Closing checkpoints the log; the worker ends its calls in order.
             await worker.run(store.close)
     finally:
@@ -934,15 +938,20 @@ async def open_borrowed_store(
     if path is not None and not allow_network:
         refuse_network(path, file_system(path))
     prepare(connection, "the connection's database", path=path, create=create)
-    if path is None:
-        yield InlineStore(connection, clock or TrioClock(), None, project, payload_limit)
-        return
-    if clock is None:
-        clock = HostClock()
-        set_host_clock(connection, clock)
-    with OwnerLock(path) as owner_lock:
-        place = Place(path)
-        yield InlineStore(connection, clock, owner_lock, project, payload_limit, place)
+    with contextlib.ExitStack() as stack:
+        owner_lock, place = None, None
+        if path is not None:
+            if clock is None:
+                clock = HostClock()
+                set_host_clock(connection, clock)
+            owner_lock = stack.enter_context(OwnerLock(path))
+            place = Place(path)
+        clock = clock or TrioClock()
+        store = InlineStore(connection, clock, owner_lock, project, payload_limit, place)
+        try:
+            yield store
+        finally:
+            store.is_closed = True
 
 
 def database_path(connection: sqlite3.Connection) -> Path | None:

@@ -92,6 +92,8 @@ class Store(ABC):
     def __init__(self) -> None:
         self.on_change: list[Callable[[Change], None]] = []
         """Called on the loop after each transaction that may concern somebody, and by `watch`."""
+        self.is_closed = False
+        """Set by whoever opened the store, before closing it."""
         self._pid = os.getpid()
 
     # -- what a store implements ------------------------------------------------------------------
@@ -272,9 +274,13 @@ class Store(ABC):
 
     # -- for stores -------------------------------------------------------------------------------
 
-    def refuse_fork(self) -> None:
-        """Raise `StoreInvalid` in a process that inherited the store from its parent."""
+    def check_usable(self) -> None:
+        """Raise `StoreInvalid` in a process that inherited the store, and after it was closed."""
         refuse_fork(self._pid)
+        if self.is_closed:
+            raise StoreInvalid(
+                "the database is closed: the block of open_client or open_watchdog has ended"
+            )
 
     def report(self, change: Change) -> None:
         """Tell everybody who listens about a change."""

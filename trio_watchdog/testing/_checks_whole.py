@@ -675,3 +675,22 @@ async def one_exchange_answers_each_wish_in_its_place(open_store: StoreMaker) ->
         assert renewed.status == "held"
         assert sorted(ids(page.jobs)) == ["g", "r"]
         assert await find(store, "new") is None
+
+
+@store_check()
+async def a_store_that_was_closed_says_so_to_all_who_come_late(open_store: StoreMaker) -> None:
+    refusals = 0
+
+    async def come_late(store: Store) -> None:
+        nonlocal refusals
+        with raises(StoreInvalid, "closed"):
+            await store.enqueue(Job("a"))
+        refusals += 1
+
+    async with open_store() as (store, _):
+        await store.enqueue(Job("a"))
+    with trio.fail_after(10):
+        async with trio.open_nursery() as nursery:
+            for _ in range(3):
+                nursery.start_soon(come_late, store)
+    assert refusals == 3

@@ -57,6 +57,7 @@ class Pulse(trio.abc.Instrument):
         self._step: tuple[trio.lowlevel.Task, float] | None = None
         self._stalled: tuple[trio.lowlevel.Task, float] | None = None
         self._next_warning = stall_warning
+        self._sample = min(stall_warning / 2, 0.5)
         self._is_hung = False
         self._stop = threading.Event()
         self._scope = trio.CancelScope(shield=True)
@@ -122,11 +123,11 @@ class Pulse(trio.abc.Instrument):
 
     def _wait_until(self, instant: float) -> bool:
         """Watch the loop until the instant; says whether to go on."""
-        sample = min(self._stall_warning / 2, 0.5)
-        while (delay := instant - time.perf_counter()) > 0:
-            if self._stop.wait(min(delay, sample)):
+        look_at = 0.0
+        while (now := time.perf_counter()) < instant:
+            if self._stop.wait(max(min(instant, look_at) - now, 0)):
                 return False
-            self._look()
+            look_at = self._look()
         return not self._stop.is_set()
 
     def _renew(self, renew: Renewer) -> float:
@@ -148,20 +149,24 @@ class Pulse(trio.abc.Instrument):
             # The program ended without us, as after an internal error of Trio.
             self._stop.set()
 
-    def _look(self) -> None:
+    def _look(self) -> float:
+        """See whether the loop is blocked; says when to look again."""
         step = self._step
+        now = time.perf_counter()
         if step is None:
             self._is_hung = False
-            return
+            return now + self._sample
         if step is not self._stalled:
             self._stalled = step
             self._next_warning = self._stall_warning
         task, began_at = step
-        blocked = time.perf_counter() - began_at
+        blocked = now - began_at
         was_hung, self._is_hung = self._is_hung, blocked >= self._stall_limit
         if blocked >= self._next_warning or self._is_hung > was_hung:
             self._next_warning = 2 * blocked
             self._warn(task, blocked)
+        # When the step will have been too long; one that begins meanwhile is seen soon enough.
+        return min(max(began_at + self._next_warning, now + 0.01), now + self._sample)
 
     def _warn(self, task: trio.lowlevel.Task, blocked: float) -> None:
         held = task.context.get(current_held)

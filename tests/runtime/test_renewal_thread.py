@@ -110,6 +110,19 @@ async def test_a_block_is_reported_with_job_lane_duration_and_stack(tmp_path, ca
     assert "task" in of_program[0].getMessage()
 
 
+async def test_a_block_that_is_hardly_too_long_is_reported_as_well(tmp_path, caplog):
+    async def handler(job: RunningJob):
+        block(1.25)
+
+    async with open_watchdog(tmp_path / "jobs.db", stall_warning=1.0) as watchdog:
+        await watchdog.start_lane("mail", handler)
+        await watchdog.enqueue(Job("mail", id="x"))
+        await watchdog.wait_settled("x")
+    reports = [record for record in caplog.records if "has blocked" in record.getMessage()]
+    assert [record.__dict__["job"] for record in reports] == ["x"]
+    assert reports[0].__dict__["duration"] >= 1.0
+
+
 async def test_past_the_limit_the_lease_is_left_to_end(tmp_path, caplog):
     async def handler(job: RunningJob):
         block(4.5)

@@ -37,8 +37,16 @@ def shown(value: object, limit: int = 80) -> str:
     try:
         text = repr(value).replace("\n", " ")
     except Exception:  # An integer of more than 4300 digits is enough.
-        text = f"<{type(value).__name__} whose repr raises>"
+        text = f"<{type_name(value)} whose repr raises>"
     return text if len(text) <= limit else text[: limit - 1] + "…"
+
+
+def type_name(value: object) -> str:
+    """The name of a value's type, whatever its metaclass does."""
+    try:
+        return str(type(value).__name__)
+    except Exception:  # A property of the metaclass may raise anything.
+        return "a type whose name raises"
 
 
 class WatchdogError(Exception):

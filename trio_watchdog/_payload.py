@@ -12,7 +12,7 @@ import math
 from collections.abc import Iterable, Iterator
 from typing import Any, cast
 
-from ._errors import InvalidJob, StoreInvalid, shown
+from ._errors import InvalidJob, StoreInvalid, shown, type_name
 
 PAYLOAD_LIMIT = 1024 * 1024
 """Default limit of an encoded payload, in bytes of UTF-8."""
@@ -135,7 +135,7 @@ def _children(item: Any, steps: list[int | str]) -> Iterator[tuple[int | str, An
         return enumerate(cast("list[Any]", item))
     if isinstance(item, dict):
         return _object(cast("dict[Any, Any]", item), steps, len(steps))
-    raise InvalidJob(f"{_path(steps)} is of type {type(item).__name__}, which JSON does not know")
+    raise InvalidJob(f"{_path(steps)} is of type {type_name(item)}, which JSON does not know")
 
 
 def _object(items: dict[Any, Any], steps: list[int | str], depth: int) -> Iterator[tuple[str, Any]]:

@@ -13,7 +13,7 @@ from typing import Literal, cast
 
 from attrs import frozen
 
-from ._errors import InvalidJob, JobConflict, shown
+from ._errors import InvalidJob, JobConflict, shown, type_name
 from ._model import (
     INSTANT_LIMIT,
     REASON_LIMIT,
@@ -337,11 +337,11 @@ def _leaves(error: BaseException, depth: int) -> Iterator[BaseException]:
 
 
 def _described(error: BaseException) -> str:
-    name = type(error).__name__
+    name = type_name(error)
     try:
         text = str.__str__(str(error))  # `__str__` may return a subclass with methods of its own.
     except Exception as broken:  # An exception's own text must not keep its job from ending.
-        text = f"(its text raised {type(broken).__name__})"
+        text = f"(its text raised {type_name(broken)})"
     return f"{name}: {text}" if text else name
 
 

@@ -31,7 +31,7 @@ import trio
 from attrs import evolve, frozen
 
 from . import _rules as rules
-from ._errors import ExecutionFailed
+from ._errors import ExecutionFailed, type_name
 from ._model import (
     Attempt,
     Cancel,
@@ -327,7 +327,7 @@ def _said(value: Any) -> Wanted:
             return Settle(
                 Outcome.FAILED,
                 rules.cut(
-                    f"the handler returned a value of type {type(value).__name__}; allowed are"
+                    f"the handler returned a value of type {type_name(value)}; allowed are"
                     " None, Complete(), Fail(reason), Cancel(), OutcomeUnknown() and Retry()"
                 ),
             )

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextvars
 import math
+from collections import deque
 from collections.abc import Awaitable, Callable
 from contextlib import AbstractContextManager, nullcontext
 from random import Random
@@ -43,6 +44,8 @@ class Runtime:
     nursery: trio.Nursery
     lanes: dict[str | None, LaneState] = field(factory=dict[str | None, LaneState])
     quiet: Bell = field(factory=Bell)
+    unrecorded: deque[str] = field(factory=lambda: deque[str](maxlen=1000))
+    """Tokens of the runs that ended here last, and were logged, but not recorded in the store."""
     closed_at: float | None = None
     is_hurried: bool = False
     _scopes: set[trio.CancelScope] = field(factory=set[trio.CancelScope])

@@ -634,6 +634,16 @@ class SlyError(Exception):
         return SlyText("sly")
 
 
+class Nameless(type):
+    @property
+    def __name__(cls) -> str:
+        raise RuntimeError("no name")
+
+
+class NamelessError(Exception, metaclass=Nameless):
+    pass
+
+
 def reason_of(error: BaseException) -> str:
     return check_reason(failure_reason(error, Interrupted))
 
@@ -650,6 +660,7 @@ def reason_of(error: BaseException) -> str:
         (ValueError("\N{GRINNING FACE}"), "ValueError: \N{GRINNING FACE}"),
         (MuteError(), "MuteError: (its text raised RuntimeError)"),
         (SlyError(), "SlyError: sly"),
+        (NamelessError("n"), "a type whose name raises: n"),
         (KeyboardInterrupt(), "KeyboardInterrupt"),
         (ValueError("x" * 188), "ValueError: " + "x" * 188),
         (ValueError("x" * 189), "ValueError: " + "x" * 187 + "…"),

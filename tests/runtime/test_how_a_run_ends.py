@@ -343,7 +343,7 @@ async def test_a_lost_lease_beats_every_other_cause(open_it, store, ends, way):
     else:
         assert reasons == ["cancellation", "lease_lost"]
         # The claim is over; the supervisor settles it, by the cancellation that is recorded.
-        assert ends.causes("x") == ["lease_lost", "disappeared"]
+        assert ends.causes("x") == ["lease_lost"]
 
 
 @MANNERS

@@ -267,7 +267,12 @@ def _plain_integer(value: int) -> Any:
 
 def _plain_payload(payload: Any) -> Any:
     """A copy that shares nothing and has lists for tuples; refuses what is not JSON."""
-    return decode_payload(encode_payload(payload))
+    try:
+        encoded = encode_payload(payload)
+    except InvalidJob:
+        # A handler's job has the payload as its lane's class, if the lane has one.
+        encoded = encode_payload(converter.unstructure(payload))
+    return decode_payload(encoded)
 
 
 # -- arrays, objects and unions -------------------------------------------------------------------

@@ -159,8 +159,8 @@ class Slot:
         """Whether the handler ran, what left it, and what should be written down."""
         plan = self._lane.plan
         left = Left(is_cancelled=True)
-        if not self._desk.is_open:
-            # Claimed while the lane was closing.
+        if not self._desk.is_open or (plan.key is None and run.lane in self._runtime.lanes):
+            # Claimed while the lane was closing, or while one of the job's own was started.
             return False, left, GiveBack()
         try:
             run.policy = plan.policy(run.job)
@@ -254,6 +254,8 @@ class Slot:
 
     def _report(self, run: Run, left: Left, written: Written) -> None:
         """The one log record of a run."""
+        if written.result in ("nothing", "conflict", "unwritten"):
+            self._runtime.unrecorded.append(run.token)
         cause = run.cause or ("lease_lost" if written is CONFLICT else written.result)
         duration = trio.current_time() - run.began_at
         is_bad = (
@@ -306,7 +308,9 @@ class Slot:
         try:
             if plan.on_completing is not None:
                 if runtime.is_hurried:
-                    held.cancel("shutdown")
+                    # Its code up to the first checkpoint would run for nothing.
+                    await self._let_go(held)
+                    return
                 job = evolve(job, payload=plan.structured_if_fit(job.payload))
                 current_held.set(held)
                 insist = functools.partial(self._insist, plan.on_completing)

@@ -4,8 +4,8 @@ It takes over completions whose owner is gone, decides about claims that disappe
 cancelled jobs that nobody claims, and keeps the alarm for what will be due. Each duty is a scan of
 rows, made again and again; nothing is remembered between passes that a pass could lose.
 
-Duties on jobs begin with the first lane: a process without lanes is driven from outside, by
-`tick`, or only watches.
+A process without lanes may be driven from outside, by `tick`, whose caller wants to see what each
+step does: there the duties on jobs begin when nobody has called it for the time of a poll.
 """
 
 from __future__ import annotations
@@ -70,6 +70,11 @@ class Supervisor:
         self._after = 0
         """Where the next look at disappeared claims begins."""
         self._reported: dict[str, float] = {}
+        self._stepped_at = trio.current_time()
+
+    def stepped(self) -> None:
+        """The process is driven from outside, as of now."""
+        self._stepped_at = trio.current_time()
 
     async def run(self) -> None:
         """Patrol, and keep the alarm."""
@@ -102,7 +107,7 @@ class Supervisor:
         if self._runtime.is_closing:
             return
         state = await self._read_wake_state()
-        if not self._runtime.lanes:
+        if not self._runtime.lanes and trio.current_time() < self._stepped_at + self._poll:
             return
         # Two reads, which most of the time tell that there is nothing to do.
         if not state.pending and not await self._store.dead_owners():
@@ -220,15 +225,20 @@ class Supervisor:
             return False
         if reconciled.status == "untouched":
             return False
+        # A run that ended here has its record; one whose process is gone has this.
+        is_logged = job.token in self._runtime.unrecorded
         settle = reconciled.settle
         result = "queued" if settle is None else settle.outcome.value
-        logger.warning(
+        logger.log(
+            logging.DEBUG if is_logged else logging.WARNING,
             "job %r of lane %r disappeared: %s%s",
             job.id,
             job.lane,
             "queued again" if settle is None else f"settled as {result}",
             "" if settle is None or settle.reason is None else f" ({settle.reason})",
-            extra={
+            extra=None
+            if is_logged
+            else {
                 "job": job.id,
                 "lane": job.lane,
                 "cause": "disappeared",

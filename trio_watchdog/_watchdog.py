@@ -200,6 +200,7 @@ class Watchdog(Client):
         """
         if self._runtime.is_closing:
             raise RuntimeError("this watchdog is stopping; it does nothing more")
+        self._supervisor.stepped()
         action, id = await self._step(lanes)
         return TickResult(action, id, await self.wake_state())
 
@@ -253,6 +254,9 @@ class Watchdog(Client):
             await done.wait()
         except trio.Cancelled:
             slot.interrupt()
+            # As with any call that is cancelled: what it runs has ended when it returns.
+            with trio.CancelScope(shield=True):
+                await done.wait()
             raise
         return results[0]
 

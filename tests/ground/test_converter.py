@@ -413,6 +413,18 @@ def test_a_tuple_in_a_stored_payload_becomes_a_list() -> None:
     assert data["payload"] == {"a": [[1], 1]}
 
 
+def test_a_payload_of_the_lanes_class_becomes_what_it_was_made_from() -> None:
+    @attrs.frozen
+    class Letter:
+        to: str
+        sent: datetime
+
+    text = {"to": "ada", "sent": "2026-01-01T00:00:00+00:00"}
+    letter = converter.structure(text, Letter)
+    assert converter.unstructure(attrs.evolve(QUEUED, payload=letter))["payload"] == text
+    assert converter.unstructure(attrs.evolve(QUEUED, payload=[letter]))["payload"] == [text]
+
+
 def test_what_json_cannot_hold_does_not_get_out() -> None:
     with pytest.raises(InvalidJob, match=r"^payload\['a'\] is nan"):
         converter.unstructure(attrs.evolve(QUEUED, payload={"a": float("nan")}))

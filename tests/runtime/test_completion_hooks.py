@@ -212,8 +212,6 @@ async def test_a_hook_does_not_begin_once_the_watchdog_is_interrupted(open_it, s
 
     async def hook(job: CompletingJob):
         called.append(job.id)
-        await trio.sleep(100)
-        called.append("ended")
 
     async with open_it() as watchdog:
         await watchdog.start_lane("mail", handler, on_completing=hook)
@@ -225,7 +223,7 @@ async def test_a_hook_does_not_begin_once_the_watchdog_is_interrupted(open_it, s
         watchdog.interrupt()
     # At once, and not when the bound of the stop is reached.
     assert trio.current_time() - began < 2
-    assert "ended" not in called
+    assert called == []
     assert isinstance(await store.read("x"), CompletingJob)
 
 

@@ -174,6 +174,27 @@ async def test_a_lane_of_its_own_takes_over_from_others(open_it):
     assert ran == ["others", "fax"]
 
 
+async def test_others_gives_back_what_it_claimed_before_the_lane_was_started(open_it, store, ends):
+    ran = []
+
+    async def fax(job: RunningJob):
+        ran.append("fax")
+
+    async def others(job: RunningJob):
+        ran.append("others")
+
+    async with open_it() as watchdog:
+        await watchdog.enqueue(Job("fax", id="x"))
+        store.delay("claim", 1, when="after")
+        await watchdog.start_lane(OTHERS, others)
+        await trio.sleep(0.5)
+        await watchdog.start_lane("fax", fax)
+        settled = await watchdog.wait_settled("x")
+    assert ran == ["fax"]
+    assert settled.attempt_count == 1
+    assert ends.causes("x") == ["completed"]
+
+
 async def test_a_lane_can_be_started_only_once(open_it):
     async with open_it() as watchdog:
         await watchdog.start_lane("mail", nothing)

@@ -6,7 +6,15 @@ import logging
 
 import trio
 
-from trio_watchdog import Job, QueuedJob, Recovery, RunningJob, SettlementRejected, StoreInvalid
+from trio_watchdog import (
+    Job,
+    Lanes,
+    QueuedJob,
+    Recovery,
+    RunningJob,
+    SettlementRejected,
+    StoreInvalid,
+)
 
 
 async def nothing(job: RunningJob):
@@ -44,11 +52,24 @@ async def test_without_a_budget_it_settles_as_interrupted_with_one_record(open_i
     assert record.__dict__["lane"] == "gone"
 
 
-async def test_a_process_without_lanes_reconciles_nothing(open_it, store):
+async def test_a_process_without_lanes_leaves_a_time_to_those_who_tick(open_it, store):
     await disappear(store, "x")
-    async with open_it() as watchdog:
-        await trio.sleep(60)
-        assert isinstance(await watchdog.read("x"), RunningJob)
+    answers = [True] * 5
+
+    def is_alive(job: RunningJob) -> bool:
+        return answers.pop() if answers else False
+
+    async with open_it(poll=5, is_alive=is_alive) as watchdog:
+        await watchdog.enqueue(Job("mail", id="y"))
+        await watchdog.cancel("y")
+        for _ in range(5):
+            await trio.sleep(4)
+            assert isinstance(await watchdog.read("x"), RunningJob)
+            await watchdog.tick(Lanes())
+        began = trio.current_time()
+        assert (await watchdog.wait_settled("x")).outcome == "interrupted"
+        assert 5 <= trio.current_time() - began <= 20
+        assert (await watchdog.wait_settled("y")).outcome == "cancelled"
 
 
 async def test_many_disappeared_claims_are_decided_in_one_pass(open_it, store):

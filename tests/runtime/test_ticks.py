@@ -150,6 +150,9 @@ async def test_a_cancelled_tick_hands_its_job_off(open_it, lanes, store):
         with trio.move_on_after(0.5) as scope:
             await watchdog.tick(lanes)
         assert scope.cancelled_caught
+        # Its handler has ended by then, as with any call that is cancelled.
+        assert watchdog.running() == []
+        assert isinstance(await watchdog.read("x"), QueuedJob)
         await watchdog.drain()
         assert isinstance(await watchdog.read("x"), QueuedJob)
         with pytest.raises(RuntimeError, match="stopping"):

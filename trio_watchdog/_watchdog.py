@@ -196,7 +196,8 @@ class Watchdog(Client):
 
         Finishes one completing job, or else reconciles one disappeared claim or settles one
         cancelled job, or else runs one job of ``lanes`` to its end. For hosts that are woken from
-        outside and start no lanes.
+        outside and start no lanes: there the supervisor leaves these steps to them, unless it sees
+        none for the time of a ``poll``.
         """
         if self._runtime.is_closing:
             raise RuntimeError("this watchdog is stopping; it does nothing more")

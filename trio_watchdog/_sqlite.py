@@ -580,6 +580,8 @@ def tell_touched(connection: sqlite3.Connection, *, but: Callable[[], None] | No
 class FileStore(_SQLiteStore):
     """A store with a writer thread, whose transactions are shared by all tasks that wait."""
 
+    is_joint = True
+
     def __init__(
         self,
         place: Place,

@@ -85,6 +85,8 @@ class Store(ABC):
     the outcome of a transaction is never lost.
     """
 
+    is_joint: bool = False
+    """Wishes of callers and of lanes may share an exchange, in which claims see admissions."""
     payload_limit: int = PAYLOAD_LIMIT
     owner: str
     """The identity of this process start, as claims made here name it."""

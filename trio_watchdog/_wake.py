@@ -153,6 +153,14 @@ class Doorbell:
             if (settled := self._settled.get(id)) is not None:
                 settled.ring_all()
 
+    def expect(self, lane: str) -> bool:
+        """Wake one who waits for a job of the lane, since one is coming; says whether one does."""
+        bell = self._lanes.get(lane) or self._lanes.get(None)
+        if bell is None or not bell.waiting:
+            return False
+        bell.ring()
+        return True
+
     def ring_lanes(self) -> None:
         """One slot of each lane should look."""
         for bell in self._lanes.values():

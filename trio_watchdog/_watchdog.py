@@ -32,7 +32,7 @@ from ._lane import (
     Plan,
     RetryChoice,
 )
-from ._model import RunningJob, TickResult, check_seconds
+from ._model import Admission, Job, RunningJob, TickResult, check_job, check_seconds
 from ._open import Database, open_store
 from ._outage import Outage
 from ._pulse import Pulse
@@ -85,6 +85,14 @@ class Watchdog(Client):
         self._runtime = runtime
         self._supervisor = supervisor
         self._turn = 0
+
+    async def enqueue(self, job: Job) -> Admission:
+        runtime = self._runtime
+        is_due = check_job(job).not_before is None
+        if is_due and runtime.store.is_joint and runtime.doorbell.expect(job.lane):
+            # Whoever waits for it here asks in the same exchange: one commit for both.
+            await trio.lowlevel.checkpoint()
+        return await super().enqueue(job)
 
     async def start_lane(
         self,

@@ -8,6 +8,7 @@ import sqlite3
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import closing
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, cast
 
@@ -15,6 +16,7 @@ import pytest
 import trio
 import trio.testing
 
+from trio_watchdog import OTHERS, RunningJob, open_watchdog
 from trio_watchdog import _wishes as w
 from trio_watchdog._errors import JobConflict, StoreUnavailable
 from trio_watchdog._exchange import EXCHANGE_LIMIT, Exchange
@@ -452,6 +454,40 @@ async def test_busy_tasks_share_their_commits(tmp_path: Path) -> None:
         # 960 verbs; in lock step they would be 30 transactions.
         assert len(commits) < 200
         check_invariants(store)
+
+
+async def test_a_job_is_admitted_and_claimed_in_one_transaction_if_a_lane_waits_for_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    transactions: list[set[type]] = []
+    perform = FileStore._perform
+
+    def watched(self: FileStore, asked: Sequence[Wish[Any]]) -> Any:
+        transactions.append({type(wish) for wish in asked})
+        return perform(self, asked)
+
+    monkeypatch.setattr(FileStore, "_perform", watched)
+    ran: list[str] = []
+
+    async def handler(job: RunningJob) -> None:
+        ran.append(job.id)
+
+    async with open_watchdog(tmp_path / "jobs.db") as watchdog:
+        await watchdog.start_lane("a", handler)
+        await watchdog.start_lane(OTHERS, handler)
+        for lane in ("a", "any"):
+            await watchdog.wait_idle()
+            transactions.clear()
+            admission = await watchdog.enqueue(Job(lane))
+            assert admission.status == "queued"
+            await watchdog.wait_settled(admission.job.id)
+            assert {w.Enqueue, w.Claim} in transactions
+            assert ran.pop() == admission.job.id
+        await watchdog.wait_idle()
+        transactions.clear()
+        # Nobody waits for these.
+        await watchdog.enqueue(Job("a", not_before=datetime(2100, 1, 1, tzinfo=UTC)))
+        assert {w.Enqueue} in transactions
 
 
 async def test_a_lone_task_commits_each_verb_before_it_goes_on(tmp_path: Path) -> None:

@@ -737,7 +737,6 @@ class PostgresStore(Store):
 
     async def close(self) -> None:
         """Close the connections."""
-        self.is_closed = True
         await self._lanes.close()
         await self._callers.close()
 
@@ -1096,6 +1095,7 @@ async def open_postgres_store(
         await store.prepare(create=create and not read_only)
         yield store
     finally:
+        store.is_closed = True
         with trio.CancelScope(shield=True, deadline=trio.current_time() + 5):
             await store.close()
 

@@ -73,9 +73,8 @@ ADMISSION_CHUNK = 1000
 DUE = 4
 """Where `insertion` has the instant."""
 
-CLAIM_WINDOW = 64
-"""Ready rows that a claim looks at beyond the number it wants, if it must: other processes may be
-taking the first of them just now, and a second look costs a trip."""
+CLAIM_WINDOW = 16
+"""Ready rows that a claim looks at beyond the number it wants."""
 
 LANES_TRIED = 4
 """Lanes in which one claim of any lane looks for a job, before it is told to come again."""
@@ -600,7 +599,7 @@ def _claim_in_lanes(
             for wish in [wishes[index]]
         ]
         names = [(lane,) for lane in sorted(set(lanes.values()))]
-        limits = {"window": CLAIM_WINDOW + len(requests), "wanted": len(requests)}
+        limits = {"window": CLAIM_WINDOW, "wanted": len(requests)}
         try:
             if is_last:
                 # Less than was wanted: lower what is blocked in front, and look once more.

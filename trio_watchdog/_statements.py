@@ -655,7 +655,7 @@ from (
         from (select distinct lane from wish) l
         cross join json_each((select json_group_array(sequence) from (
             select x.sequence from """
-    + _READY.replace("$limit", ":window")
+    + _READY.replace("$limit", ":window + :wanted")
     + """ w
             cross join {jobs} x on x.sequence = w.sequence
             where """
@@ -703,7 +703,8 @@ CLAIM = Statement(
     "claim",
     columns=_CLAIM_COLUMNS,
     sqlite=_CLAIM_SQLITE,
-    postgres=_CLAIM_POSTGRES.replace("$limit", ":window"),
+    # Other processes may be taking as many just now, and a second look would cost a trip.
+    postgres=_CLAIM_POSTGRES.replace("$limit", ":window + 4 * l.wanted"),
 )
 
 CLAIM_BEYOND = Statement(

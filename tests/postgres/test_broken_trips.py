@@ -35,6 +35,7 @@ from trio_watchdog import (
 from trio_watchdog import _wishes as w
 from trio_watchdog._borrowed import transactional
 from trio_watchdog._model import Outcome
+from trio_watchdog._operations import CLAIM_WINDOW
 from trio_watchdog._postgres import open_postgres_store
 from trio_watchdog._rules import Settle
 
@@ -217,7 +218,7 @@ async def test_a_claim_whose_second_look_was_lost_can_be_asked_for_again(
             assert (await store.claim("l", "first")).job is not None
             with psycopg.connect(quick_database) as connection:
                 # More than a first look sees; in an application's transaction they are not lowered.
-                for _ in range(40):
+                for _ in range(CLAIM_WINDOW + 20):
                     transactional(connection, schema=schema).enqueue(Job("l", queue="q"))
             await store.enqueue(Job("l", id="x", priority=-1))
             await attempt(proxy, when, broken, w.Claim("l", "t", "o", 60_000), number=2)

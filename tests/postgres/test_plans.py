@@ -17,6 +17,7 @@ from attrs import define
 
 from trio_watchdog import _statements as sql
 from trio_watchdog import _upkeep_statements as upkeep
+from trio_watchdog._operations import CLAIM_WINDOW
 from trio_watchdog._postgres import open_postgres_store, settings
 from trio_watchdog._statements import Dialect, Statement
 from trio_watchdog._trip import Numbered
@@ -67,10 +68,10 @@ SHAPES = {
 }
 """What waits, of higher priority than what is free: the shapes of a backlog."""
 
-CLAIM = {"rows": json.dumps([("lane0", "x", "o", 1000, 1)]), "window": 17}
+CLAIM = {"rows": json.dumps([("lane0", "x", "o", 1000, 1)]), "window": CLAIM_WINDOW}
 MANY_CLAIMS = {
     "rows": json.dumps([(f"lane{i % 4}", f"x{i}", "o", 1000, 1) for i in range(8)]),
-    "window": 24,
+    "window": CLAIM_WINDOW,
 }
 
 

@@ -386,7 +386,7 @@ async def test_a_row_edited_into_nonsense_hurts_only_itself(path: Path, nonsense
 
 async def test_many_rows_edited_into_nonsense_hide_nothing_behind_them(path: Path) -> None:
     async with open_client(path) as client:
-        await client.enqueue_many([Job("a", priority=1) for _ in range(50)])
+        await client.enqueue_many([Job("a", priority=1) for _ in range(100)])
         await client.enqueue(Job("a", id="good"))
     edit(path, "attempt_count = -5 where priority = 1")
     async with open_watchdog(path) as watchdog:

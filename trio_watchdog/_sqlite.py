@@ -48,7 +48,7 @@ from ._sqlite_file import (
     refuse_network,
 )
 from ._store import ELSEWHERE, Change, Project, Renewer, Store, Vital, refuse_fork
-from ._wishes import ReadOwners, Wish
+from ._wishes import EnqueueSelect, ReadOwners, Wish
 
 T = TypeVar("T")
 
@@ -148,6 +148,8 @@ _INVALID_CODES = {
     sqlite3.SQLITE_CONSTRAINT,
     sqlite3.SQLITE_MISMATCH,
     sqlite3.SQLITE_ERROR,
+    sqlite3.SQLITE_TOOBIG,
+    sqlite3.SQLITE_AUTH,
 }
 
 
@@ -221,14 +223,17 @@ class Engine:
         refuse_fork(self._pid)
         if self.place is not None:
             self.place.check()
+        # The caller's SQL might end its transaction, and must not end that of others.
+        is_apart = len(asked) > 1 and any(isinstance(wish, EnqueueSelect) for wish in asked)
         try:
-            return self._transaction(asked)
+            if not is_apart:
+                return self._transaction(asked)
         except StoreUnavailable:
             raise
         except Exception as error:
             if len(asked) == 1:
                 return [_named(error, asked[0])], Effects(self.payload_limit)
-        # One of them failed and undid the others: each alone, so that it hurts only itself.
+        # Or one of them failed and undid the others: each alone, so that it hurts only itself.
         answers: list[Any] = [None] * len(asked)
         effects = Effects(self.payload_limit)
         for _, positions in operations.plan(asked):
@@ -292,9 +297,7 @@ class Engine:
 
     def _execute(self, call: Call, clocks: Mapping[str, int]) -> Any:
         if isinstance(call.statement, str):
-            cursor = self._cursor.execute(call.statement, call.parameters)
-            names = [column[0] for column in cursor.description or ()]
-            return [dict(zip(names, row, strict=True)) for row in cursor.fetchall()]
+            return self._selected(call.statement, call.parameters)
         text = DIALECT.text(call.statement)
         if not text:
             return []
@@ -303,6 +306,24 @@ class Engine:
         )
         rows: list[Row] = cursor.fetchall()
         return [(cursor.rowcount,)] if call.statement.counts else rows
+
+    def _selected(self, text: str, parameters: Any) -> list[dict[str, Any]]:
+        """Rows of the caller's own SQL, which names its columns."""
+        if isinstance(parameters, Mapping):
+            # sqlite3 takes any other mapping for a sequence.
+            parameters = dict(cast("Mapping[str, Any]", parameters))
+        try:
+            cursor = self._cursor.execute(text, parameters)
+            rows = cursor.fetchall()
+        except (TypeError, ValueError, OverflowError, sqlite3.Warning, sqlite3.Error) as error:
+            if getattr(error, "sqlite_errorcode", None) is not None:
+                raise
+            # Not SQLite but sqlite3 says so: of parameters, or of text that is not UTF-8.
+            raise StoreInvalid(f"SQLite, while executing: {error}") from error
+        if cursor.description is None:
+            raise StoreInvalid(operations.NO_ROWS)
+        names = [column[0] for column in cursor.description]
+        return [dict(zip(names, row, strict=True)) for row in rows]
 
     def _tell(self, project: Project, effects: Effects, clocks: Mapping[str, int]) -> None:
         for queue, settled_id in effects.transitions:

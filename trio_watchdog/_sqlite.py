@@ -947,10 +947,7 @@ async def open_borrowed_store(
         )
     if connection.in_transaction:
         raise StoreUnavailable("the connection is inside a transaction; end it first")
-    if _plain_cursor(connection).execute("select 'text'").fetchone() != ("text",):
-        raise StoreInvalid(
-            f"the connection's text_factory is {connection.text_factory!r}; text must come as str"
-        )
+    refuse_other_text(connection)
     path = database_path(connection)
     if path is not None and not allow_network:
         refuse_network(path, file_system(path))
@@ -964,6 +961,14 @@ async def open_borrowed_store(
     with OwnerLock(path) as owner_lock:
         place = Place(path)
         yield InlineStore(connection, clock, owner_lock, project, payload_limit, place)
+
+
+def refuse_other_text(connection: sqlite3.Connection) -> None:
+    """Raise `StoreInvalid` if the caller's connection makes something else than str of text."""
+    if _plain_cursor(connection).execute("select 'text'").fetchone() != ("text",):
+        raise StoreInvalid(
+            f"the connection's text_factory is {connection.text_factory!r}; text must come as str"
+        )
 
 
 def database_path(connection: sqlite3.Connection) -> Path | None:

@@ -259,6 +259,22 @@ async def test_what_is_no_database_says_so(path: Path) -> None:
         ),
         ("", "database is empty; give sqlite:PATH, a path, or a postgresql:// URL"),
         ("sqlite:", "database is empty; give sqlite:PATH, a path, or a postgresql:// URL"),
+        *(
+            (
+                name,
+                "database begins with 'file:', and is no URI; give sqlite:PATH, a path, or"
+                " sqlite::memory: for one in memory",
+            )
+            for name in ("file:x.db?mode=memory", "file:///x.db", "sqlite:file:x.db")
+        ),
+        *(
+            (
+                name,
+                "database is no URL with slashes; give sqlite:PATH, such as sqlite:jobs.db or"
+                " sqlite:/var/lib/jobs.db",
+            )
+            for name in ("sqlite://x.db", "sqlite:///x.db", "sqlite:////x.db", "sqlite://")
+        ),
     ],
 )
 async def test_what_is_no_name_of_a_database_says_what_is(database: str, message: str) -> None:
@@ -266,6 +282,22 @@ async def test_what_is_no_name_of_a_database_says_what_is(database: str, message
         async with open_client(database):
             raise AssertionError("it opened")
     assert str(caught.value) == message
+
+
+async def test_an_option_that_is_not_known_is_named_with_the_kind_of_database(path: Path) -> None:
+    with closing(sqlite3.connect(":memory:")) as connection:
+        for database, message in (
+            (path, "'nonsense' is no option of a SQLite file"),
+            ("sqlite::memory:", "'nonsense' is no option of a database in memory"),
+            (connection, "'nonsense' is no option of a sqlite3 connection"),
+            ("postgresql://host/jobs", "'nonsense' is no option of a PostgreSQL database"),
+        ):
+            for opens in (open_client, open_watchdog):
+                with pytest.raises(TypeError) as caught:
+                    async with opens(database, nonsense=1):
+                        raise AssertionError("it opened")
+                assert str(caught.value) == message
+    assert not path.exists()
 
 
 async def test_a_callers_statement_that_fails_is_quoted_by_the_database() -> None:

@@ -162,7 +162,8 @@ def store_error(error: sqlite3.Error, doing: str, path: Path | None = None) -> W
     is_invalid = code is not None and (code & 0xFF) in _INVALID_CODES
     if isinstance(error, sqlite3.IntegrityError):
         is_invalid = True
-    if isinstance(error, (sqlite3.ProgrammingError, sqlite3.InterfaceError)) and code is None:
+    misuse = (sqlite3.ProgrammingError, sqlite3.InterfaceError, sqlite3.DataError)
+    if isinstance(error, misuse) and code is None:
         is_invalid = True
     kind = StoreInvalid if is_invalid else StoreUnavailable
     wrapped = kind(f"SQLite, while {doing}: {error}{advice(error, path)}")
@@ -316,9 +317,10 @@ class Engine:
             cursor = self._cursor.execute(text, parameters)
             rows = cursor.fetchall()
         except (TypeError, ValueError, OverflowError, sqlite3.Warning, sqlite3.Error) as error:
-            if getattr(error, "sqlite_errorcode", None) is not None:
+            is_text = str(error).startswith("Could not decode to UTF-8")
+            if isinstance(error, sqlite3.Error) and not is_text:
                 raise
-            # Not SQLite but sqlite3 says so: of parameters, or of text that is not UTF-8.
+            # Not SQLite but sqlite3 says so: of parameters, and of text that it cannot read.
             raise StoreInvalid(f"SQLite, while executing: {error}") from error
         if cursor.description is None:
             raise StoreInvalid(operations.NO_ROWS)

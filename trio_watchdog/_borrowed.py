@@ -151,7 +151,11 @@ class SQLiteTransaction:
 
     @contextmanager
     def _inside(self) -> Generator[None]:
+        from ._sqlite import refuse_other_text
+
         connection = self._connection
+        # Each time, for the owner may change it; and before anything is begun.
+        refuse_other_text(connection)
         if not connection.in_transaction:
             if connection.isolation_level is None or getattr(connection, "autocommit", -1) is True:
                 raise StoreInvalid(

@@ -101,7 +101,8 @@ def _checked(database: str | None, *, must_exist: bool = False) -> str:
     if database.removeprefix("sqlite:") == ":memory:":
         raise _Stop(USAGE, f"{database} ends with this command; name a file: sqlite:jobs.db")
     scheme, colon, _ = database.partition("://")
-    if colon and scheme not in ("postgresql", "postgres"):
+    is_uri = database.removeprefix("sqlite:").startswith("file:")
+    if is_uri or (colon and scheme not in ("postgresql", "postgres")):
         raise _Stop(USAGE, f"{database} is no database; use sqlite:PATH or postgresql://...")
     path = _sqlite_path(database)
     if must_exist and path is not None and not path.exists():

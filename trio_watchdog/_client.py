@@ -282,8 +282,9 @@ async def open_client(
 
     ``database`` is ``"sqlite:PATH"``, ``"sqlite::memory:"``, a path, a ``postgresql://`` URL, or a
     `sqlite3.Connection` that stays the caller's. ``project(transition, connection)`` is called in
-    the transaction of each queue change. ``random`` is where jitter comes from. Other options are
-    the store's, such as ``payload_limit`` in bytes.
+    the transaction of each queue change; on PostgreSQL one that uses the connection is an async
+    function, and on SQLite it is a plain one. ``random`` is where jitter comes from. Other options
+    are the store's, such as ``payload_limit`` in bytes.
     """
     check_seconds(retry_for, "retry_for")
     check_seconds(poll, "poll", positive=True)

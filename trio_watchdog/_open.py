@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import sqlite3
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -42,33 +43,45 @@ async def open_store(
     if isinstance(database, sqlite3.Connection):
         from ._sqlite import open_borrowed_store
 
-        opening = open_borrowed_store(
-            database, project=project, payload_limit=payload_limit, **options
-        )
+        what, opens, first = "a sqlite3 connection", open_borrowed_store, (database,)
     else:
-        opening = _open_named(
-            os.fspath(database), project=project, payload_limit=payload_limit, **options
-        )
-    async with opening as store:
+        what, opens, first = _named(os.fspath(database))
+    known = inspect.signature(opens).parameters
+    for option in options:
+        if option not in known or known[option].kind is not inspect.Parameter.KEYWORD_ONLY:
+            raise TypeError(f"{option!r} is no option of {what}")
+    async with opens(*first, project=project, payload_limit=payload_limit, **options) as store:
         yield store
 
 
-def _open_named(name: str, **options: Any) -> Any:
+def _named(name: str) -> tuple[str, Callable[..., Any], tuple[Any, ...]]:
+    """What kind of database has that name, what opens it, and with which arguments first."""
     from . import _sqlite
 
     if name.startswith(("postgresql:", "postgres:")):
         from ._postgres import open_postgres_store
 
-        return open_postgres_store(name, **options)
+        return "a PostgreSQL database", open_postgres_store, (name,)
+    if name.startswith("sqlite://"):
+        # Elsewhere three slashes begin a relative path, and four an absolute one.
+        raise ValueError(
+            "database is no URL with slashes; give sqlite:PATH, such as sqlite:jobs.db or"
+            " sqlite:/var/lib/jobs.db"
+        )
     if name.startswith("sqlite:"):
         name = name.removeprefix("sqlite:")
-    elif "://" in name:
+    elif "://" in name and not name.startswith("file:"):
         scheme = name.partition("://")[0]
         raise ValueError(
             f"database has the scheme {scheme!r}; give sqlite:PATH, a path, or a postgresql:// URL"
         )
+    if name.startswith("file:"):
+        raise ValueError(
+            "database begins with 'file:', and is no URI; give sqlite:PATH, a path, or"
+            " sqlite::memory: for one in memory"
+        )
     if name == ":memory:":
-        return _sqlite.open_memory_store(**options)
+        return "a database in memory", _sqlite.open_memory_store, ()
     if not name:
         raise ValueError("database is empty; give sqlite:PATH, a path, or a postgresql:// URL")
-    return _sqlite.open_file_store(Path(name), **options)
+    return "a SQLite file", _sqlite.open_file_store, (Path(name),)

@@ -238,6 +238,12 @@ _SELECT_COLUMNS = {
 }
 
 
+JSON_COLUMNS = ("payload", "recovery")
+"""Those whose text is JSON, which is decoded here and nowhere else."""
+
+NO_ROWS = "the SQL yields no rows and cannot; give a SELECT, or RETURNING"
+
+
 def job_from_columns(row: Mapping[str, Any]) -> Job:
     """The job that a row of the caller's SELECT describes; `InvalidJob` says what is wrong.
 

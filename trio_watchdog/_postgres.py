@@ -36,6 +36,7 @@ import trio
 from attrs import define
 from psycopg.conninfo import conninfo_to_dict, make_conninfo
 from psycopg.rows import dict_row, tuple_row
+from psycopg.types.json import set_json_loads
 
 from . import _operations as operations
 from . import _statements as sql
@@ -51,8 +52,8 @@ from ._errors import (
 from ._exchange import Exchange
 from ._identity import fresh_token
 from ._model import QueueTransition, StoredJob
-from ._operations import Locked
-from ._payload import PAYLOAD_LIMIT
+from ._operations import JSON_COLUMNS, NO_ROWS, Locked
+from ._payload import PAYLOAD_LIMIT, decode_payload
 from ._postgres_vitals import round_trip, server_vitals
 from ._psycopg import TCP_DEFAULTS, TrioConnection
 from ._psycopg_errors import is_lost_race, is_refusal, is_stale, store_error
@@ -105,6 +106,9 @@ CHECK_SECONDS = 5.0
 
 NOTIFY_SECONDS = 0.01
 """Notifications of lanes are sent together, at most once in so many seconds."""
+
+PARAMETER_LIMIT = 65535
+"""Parameters that one statement may have: the protocol counts them in two bytes."""
 
 TRIES = 4
 """Deadlocks and races for a queue are tried again at once, so many times in all."""
@@ -773,7 +777,13 @@ class PostgresStore(Store):
     ) -> list[Any]:
         """One operation after the other, each with all its steps in one transaction."""
         answers: list[Any] = [None] * len(asked)
-        waiting = [positions for _, positions in operations.plan(asked)]
+        waiting: list[list[int]] = []
+        for _, positions in operations.plan(asked):
+            if isinstance(asked[positions[0]], w.EnqueueSelect):
+                # The caller's SQL might end its transaction, and must not end that of others.
+                waiting += [[position] for position in positions]
+            else:
+                waiting.append(positions)
         while waiting:
             positions = waiting.pop(0)
             wishes = [asked[position] for position in positions]
@@ -817,9 +827,7 @@ class PostgresStore(Store):
                             after.insert(0, (NOTIFY, {"channel": self._channel}))
                         await session.execute(connection, [], after=after)
                     except BaseException as error:
-                        if not connection.closed:
-                            with trio.CancelScope(shield=True, deadline=trio.current_time() + 5):
-                                await connection.rollback()
+                        await _undo(connection)
                         if not tries_left or not is_stale(error):
                             raise
                     else:
@@ -1039,6 +1047,18 @@ def jittered(seconds: float) -> float:
     return seconds * random.uniform(0.5, 1)  # noqa: S311 - nobody gains by guessing it
 
 
+async def _undo(connection: TrioConnection[Row]) -> None:
+    """Leave no transaction open, or else no connection."""
+    if connection.closed:
+        return
+    with trio.CancelScope(shield=True, deadline=trio.current_time() + 5):
+        try:
+            await connection.rollback()
+        except psycopg.Error:
+            # The caller's SQL was a COPY, and the server waits for the rest of it.
+            await connection.close()
+
+
 async def run(session: Session, connection: TrioConnection[Row], operation: Operation[T]) -> T:
     """Drive one operation inside the transaction that is open on the connection."""
     rows: Any = None
@@ -1050,12 +1070,55 @@ async def run(session: Session, connection: TrioConnection[Row], operation: Oper
         if not isinstance(step, Call):
             rows = await session.execute(connection, step)
         elif isinstance(step.statement, str):
-            # The caller's own SQL, which names its columns.
-            async with connection.cursor(row_factory=dict_row) as cursor:
-                await cursor.execute(step.statement.encode(), step.parameters or None)
-                rows = await cursor.fetchall()
+            rows = await _selected(connection, step.statement, step.parameters)
         else:
             (rows,) = await session.execute(connection, [step])
+
+
+class _Json(str):
+    """What a column of JSON holds, to be told from other text."""
+
+    __slots__ = ()
+
+
+def _json(value: bytes | str) -> _Json:
+    return _Json(value if isinstance(value, str) else value.decode())
+
+
+async def _selected(
+    connection: TrioConnection[Row], text: str, parameters: Any
+) -> list[dict[str, Any]]:
+    """Rows of the caller's own SQL, which names its columns."""
+    if "\0" in text:
+        # libpq would execute what is in front of it.
+        raise StoreInvalid("the SQL has a NUL character")
+    if len(parameters) > PARAMETER_LIMIT:
+        # To psycopg it looks like a connection that cannot send.
+        raise StoreInvalid(
+            f"the SQL has {len(parameters)} parameters; {PARAMETER_LIMIT} are allowed"
+        )
+    async with connection.cursor(row_factory=dict_row) as cursor:
+        set_json_loads(_json, cursor)
+        try:
+            await cursor.execute(text.encode(), parameters or None)
+            rows = [] if cursor.description is None else await cursor.fetchall()
+        except (TypeError, ValueError, OverflowError) as error:
+            # What Python says of parameters that cannot be sent and values that it cannot hold.
+            raise StoreInvalid(f"PostgreSQL, while executing: {error}") from error
+        if cursor.description is None:
+            raise StoreInvalid(NO_ROWS)
+        if cursor.nextset():
+            raise StoreInvalid("the SQL is more than one statement; one is allowed")
+        return [{name: _decoded(name, value) for name, value in row.items()} for row in rows]
+
+
+def _decoded(name: str, value: Any) -> Any:
+    """A column's value with its JSON decoded, except where the operation does so."""
+    if isinstance(value, list):
+        return [_decoded("", each) for each in cast("list[Any]", value)]
+    if isinstance(value, _Json) and name not in JSON_COLUMNS:
+        return decode_payload(value)
+    return value
 
 
 # -- opening --------------------------------------------------------------------------------------

@@ -21,6 +21,9 @@ _TOO_SLOW = ("25P03", "25P04")
 _GONE = ("08", "53100", "53300", "57P", _READ_ONLY, *_TOO_SLOW)
 """SQLSTATEs that would meet every other statement, too."""
 
+_MISUSED = (psycopg.ProgrammingError, psycopg.DataError, psycopg.NotSupportedError)
+"""Without an SQLSTATE: psycopg itself cannot send what it was given, or read what came back."""
+
 _ADVICE = {
     "42501": "grant the role what the page on PostgreSQL lists",
     "42P01": "open the database once with open_client, or name its schema",
@@ -30,6 +33,8 @@ _ADVICE = {
     "42P05": "behind a pooler of transactions open with prepare=False and listen=False",
 }
 
+_OUR_TABLE = re.compile(r"\.(jobs|meta|readers|recheck)\b")
+"""How the server names our tables, always with their schema, in any language."""
 
 _CONNECTING = {
     r'database ".*" does not exist': "create the database first",
@@ -46,10 +51,11 @@ def store_error(error: psycopg.Error, doing: str) -> WatchdogError:
         isinstance(error, (psycopg.OperationalError, psycopg.InterfaceError))
         or state.startswith((*_UNAVAILABLE, _READ_ONLY, *_TOO_SLOW))
         or is_stale(error)
-        or not state
+        or not (state or isinstance(error, _MISUSED))
     )
     text = " ".join(str(error).split())
-    if state in _ADVICE:
+    is_callers = state == "42P01" and not _OUR_TABLE.search(error.diag.message_primary or "")
+    if state in _ADVICE and not is_callers:
         text += f"; {_ADVICE[state]}"
     elif not state:
         text += "".join(

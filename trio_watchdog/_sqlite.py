@@ -48,7 +48,7 @@ from ._sqlite_file import (
     refuse_network,
 )
 from ._store import ELSEWHERE, Change, Project, Renewer, Store, Vital, refuse_fork
-from ._wishes import ReadOwners, Wish
+from ._wishes import EnqueueSelect, ReadOwners, Wish
 
 T = TypeVar("T")
 
@@ -148,6 +148,8 @@ _INVALID_CODES = {
     sqlite3.SQLITE_CONSTRAINT,
     sqlite3.SQLITE_MISMATCH,
     sqlite3.SQLITE_ERROR,
+    sqlite3.SQLITE_TOOBIG,
+    sqlite3.SQLITE_AUTH,
 }
 
 
@@ -160,7 +162,8 @@ def store_error(error: sqlite3.Error, doing: str, path: Path | None = None) -> W
     is_invalid = code is not None and (code & 0xFF) in _INVALID_CODES
     if isinstance(error, sqlite3.IntegrityError):
         is_invalid = True
-    if isinstance(error, (sqlite3.ProgrammingError, sqlite3.InterfaceError)) and code is None:
+    misuse = (sqlite3.ProgrammingError, sqlite3.InterfaceError, sqlite3.DataError)
+    if isinstance(error, misuse) and code is None:
         is_invalid = True
     kind = StoreInvalid if is_invalid else StoreUnavailable
     wrapped = kind(f"SQLite, while {doing}: {error}{advice(error, path)}")
@@ -221,14 +224,17 @@ class Engine:
         refuse_fork(self._pid)
         if self.place is not None:
             self.place.check()
+        # The caller's SQL might end its transaction, and must not end that of others.
+        is_apart = len(asked) > 1 and any(isinstance(wish, EnqueueSelect) for wish in asked)
         try:
-            return self._transaction(asked)
+            if not is_apart:
+                return self._transaction(asked)
         except StoreUnavailable:
             raise
         except Exception as error:
             if len(asked) == 1:
                 return [_named(error, asked[0])], Effects(self.payload_limit)
-        # One of them failed and undid the others: each alone, so that it hurts only itself.
+        # Or one of them failed and undid the others: each alone, so that it hurts only itself.
         answers: list[Any] = [None] * len(asked)
         effects = Effects(self.payload_limit)
         for _, positions in operations.plan(asked):
@@ -292,9 +298,7 @@ class Engine:
 
     def _execute(self, call: Call, clocks: Mapping[str, int]) -> Any:
         if isinstance(call.statement, str):
-            cursor = self._cursor.execute(call.statement, call.parameters)
-            names = [column[0] for column in cursor.description or ()]
-            return [dict(zip(names, row, strict=True)) for row in cursor.fetchall()]
+            return self._selected(call.statement, call.parameters)
         text = DIALECT.text(call.statement)
         if not text:
             return []
@@ -303,6 +307,25 @@ class Engine:
         )
         rows: list[Row] = cursor.fetchall()
         return [(cursor.rowcount,)] if call.statement.counts else rows
+
+    def _selected(self, text: str, parameters: Any) -> list[dict[str, Any]]:
+        """Rows of the caller's own SQL, which names its columns."""
+        if isinstance(parameters, Mapping):
+            # sqlite3 takes any other mapping for a sequence.
+            parameters = dict(cast("Mapping[str, Any]", parameters))
+        try:
+            cursor = self._cursor.execute(text, parameters)
+            rows = cursor.fetchall()
+        except (TypeError, ValueError, OverflowError, sqlite3.Warning, sqlite3.Error) as error:
+            is_text = str(error).startswith("Could not decode to UTF-8")
+            if isinstance(error, sqlite3.Error) and not is_text:
+                raise
+            # Not SQLite but sqlite3 says so: of parameters, and of text that it cannot read.
+            raise StoreInvalid(f"SQLite, while executing: {error}") from error
+        if cursor.description is None:
+            raise StoreInvalid(operations.NO_ROWS)
+        names = [column[0] for column in cursor.description]
+        return [dict(zip(names, row, strict=True)) for row in rows]
 
     def _tell(self, project: Project, effects: Effects, clocks: Mapping[str, int]) -> None:
         for queue, settled_id in effects.transitions:
@@ -932,10 +955,7 @@ async def open_borrowed_store(
         )
     if connection.in_transaction:
         raise StoreUnavailable("the connection is inside a transaction; end it first")
-    if _plain_cursor(connection).execute("select 'text'").fetchone() != ("text",):
-        raise StoreInvalid(
-            f"the connection's text_factory is {connection.text_factory!r}; text must come as str"
-        )
+    refuse_other_text(connection)
     path = database_path(connection)
     if path is not None and not allow_network:
         refuse_network(path, file_system(path))
@@ -954,6 +974,14 @@ async def open_borrowed_store(
             yield store
         finally:
             store.is_closed = True
+
+
+def refuse_other_text(connection: sqlite3.Connection) -> None:
+    """Raise `StoreInvalid` if the caller's connection makes something else than str of text."""
+    if _plain_cursor(connection).execute("select 'text'").fetchone() != ("text",):
+        raise StoreInvalid(
+            f"the connection's text_factory is {connection.text_factory!r}; text must come as str"
+        )
 
 
 def database_path(connection: sqlite3.Connection) -> Path | None:

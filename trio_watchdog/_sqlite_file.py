@@ -153,6 +153,8 @@ def advice(error: sqlite3.Error, path: Path | None) -> str:
             hint = "another program is writing, or keeps a transaction open"
         case sqlite3.SQLITE_CONSTRAINT if extended == sqlite3.SQLITE_CONSTRAINT_CHECK:
             hint = "a row breaks the table's rules: `trio-watchdog doctor` names it"
+        case sqlite3.SQLITE_ERROR if "no such table: watchdog_" in str(error):
+            hint = "open the database once with open_client"
         case _:
             hint = ""
     return hint and f"; {hint}"

@@ -44,8 +44,9 @@ R = TypeVar("R")
 Project = Callable[[QueueTransition, Any], Awaitable[None] | None]
 """A projector: called inside the transaction, with the store's own connection.
 
-It may be an async function on PostgreSQL. On SQLite a transaction is one call in a thread, with
-nobody who could await it, so there it is an ordinary function.
+On PostgreSQL one that uses the connection is an async function, for the connection's methods are
+to be awaited; a plain one can only look at the transition. On SQLite a transaction is one call in
+a thread, with nobody who could await it, so there it is a plain function.
 """
 
 Level = Literal["ok", "note", "warning", "fault"]

@@ -295,7 +295,8 @@ async def open_watchdog(
     """A `Watchdog`: a client that also runs jobs, once lanes are started on it.
 
     ``database``, ``project``, ``retry_for``, ``random`` and other options are those of
-    `open_client`. All durations are seconds:
+    `open_client`; on PostgreSQL a projector that uses the connection is an async function. All
+    durations are seconds:
 
     * ``lease``: how long a claim is good for without renewal. A handler is cancelled when its
       renewals have not succeeded for that long (less a margin), and others may have the job after.

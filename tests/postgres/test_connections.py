@@ -776,6 +776,23 @@ def test_the_end_of_a_session_is_an_outage(state: str) -> None:
     assert not is_refusal(error)
 
 
+def test_what_the_server_has_not_said_is_an_outage_unless_psycopg_was_misused() -> None:
+    # A connection that is lost, or cannot be made, has no SQLSTATE in any of these classes.
+    lost = (
+        psycopg.OperationalError,
+        psycopg.InterfaceError,
+        psycopg.InternalError,
+        psycopg.DatabaseError,
+        psycopg.errors.ConnectionTimeout,
+        psycopg.errors.CancellationTimeout,
+        psycopg.errors.PipelineAborted,
+    )
+    for kind in lost:
+        assert isinstance(store_error(kind("lost"), "asking"), StoreUnavailable), kind
+    for kind in (psycopg.ProgrammingError, psycopg.DataError, psycopg.NotSupportedError):
+        assert isinstance(store_error(kind("misused"), "asking"), StoreInvalid), kind
+
+
 async def test_a_session_that_was_ended_in_mid_transaction_is_an_outage(
     postgres_database: str,
 ) -> None:

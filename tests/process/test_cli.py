@@ -331,6 +331,8 @@ def test_a_database_has_to_be_named_and_to_be_one(
     for empty in ("", "sqlite:"):
         assert "no database" in refused("list", "--database", empty, code=2)
     assert "mysql" in refused("list", "--database", "mysql://host/db", code=2)
+    for uri in ("file:x.db", "sqlite:file:x.db", "sqlite:///x.db"):
+        assert "use sqlite:PATH" in refused("enqueue", "a", "--database", uri, code=2)
     assert "name a file" in refused("enqueue", "a", "--database", "sqlite::memory:", code=2)
     # Looking into a mistyped name must not make a database of it.
     assert "'typo.db'" in refused("list", "--database", "sqlite:typo.db", code=3)

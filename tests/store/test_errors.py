@@ -13,6 +13,7 @@ from collections.abc import Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager, closing, contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, get_args
 from urllib.parse import urlsplit
 
@@ -45,6 +46,7 @@ from trio_watchdog import (
 )
 from trio_watchdog import _errors as errors
 from trio_watchdog._open import open_store
+from trio_watchdog._wishes import Enqueue, EnqueueSelect, ReadJobs
 
 
 @pytest.fixture
@@ -257,6 +259,22 @@ async def test_what_is_no_database_says_so(path: Path) -> None:
         ),
         ("", "database is empty; give sqlite:PATH, a path, or a postgresql:// URL"),
         ("sqlite:", "database is empty; give sqlite:PATH, a path, or a postgresql:// URL"),
+        *(
+            (
+                name,
+                "database begins with 'file:', and is no URI; give sqlite:PATH, a path, or"
+                " sqlite::memory: for one in memory",
+            )
+            for name in ("file:x.db?mode=memory", "file:///x.db", "sqlite:file:x.db")
+        ),
+        *(
+            (
+                name,
+                "database is no URL with slashes; give sqlite:PATH, such as sqlite:jobs.db or"
+                " sqlite:/var/lib/jobs.db",
+            )
+            for name in ("sqlite://x.db", "sqlite:///x.db", "sqlite:////x.db", "sqlite://")
+        ),
     ],
 )
 async def test_what_is_no_name_of_a_database_says_what_is(database: str, message: str) -> None:
@@ -266,12 +284,88 @@ async def test_what_is_no_name_of_a_database_says_what_is(database: str, message
     assert str(caught.value) == message
 
 
+async def test_an_option_that_is_not_known_is_named_with_the_kind_of_database(path: Path) -> None:
+    with closing(sqlite3.connect(":memory:")) as connection:
+        for database, message in (
+            (path, "'nonsense' is no option of a SQLite file"),
+            ("sqlite::memory:", "'nonsense' is no option of a database in memory"),
+            (connection, "'nonsense' is no option of a sqlite3 connection"),
+            ("postgresql://host/jobs", "'nonsense' is no option of a PostgreSQL database"),
+        ):
+            for opens in (open_client, open_watchdog):
+                with pytest.raises(TypeError) as caught:
+                    async with opens(database, nonsense=1):
+                        raise AssertionError("it opened")
+                assert str(caught.value) == message
+    assert not path.exists()
+
+
 async def test_a_callers_statement_that_fails_is_quoted_by_the_database() -> None:
     async with open_client("sqlite::memory:") as client:
         with pytest.raises(StoreInvalid) as caught:
             await client.enqueue_select("select lane from nowhere")
         assert str(caught.value) == "SQLite, while executing: no such table: nowhere"
         assert isinstance(caught.value.__cause__, sqlite3.OperationalError)
+
+
+SELECTS: dict[str, tuple[str, Any, str]] = {
+    "a large integer": ("select 'a' as lane, ? as payload", (2**70,), "too large"),
+    "a surrogate": ("select ? as lane", ("\ud800",), "surrogates"),
+    "a surrogate in the SQL": ("select '\ud800' as lane", (), "surrogates"),
+    "NUL in the SQL": ("select 'a' as lane\0", (), "null character"),
+    "two statements": ("select 'a' as lane; select 'b'", (), "one statement at a time"),
+    "a type that is not known": ("select ? as lane", ({},), "type 'dict' is not supported"),
+    "a name that is not given": ("select :lane as lane", MappingProxyType({}), ":lane"),
+    "nothing": ("-- select", (), "yields no rows"),
+    "begin": ("begin", (), "within a transaction"),
+    "commit": ("commit", (), "yields no rows"),
+    "rollback": ("rollback", (), "yields no rows"),
+    "a savepoint": ("savepoint here", (), "yields no rows"),
+    "a change": ("update watchdog_meta set value = value", (), "yields no rows"),
+    "text that is not UTF-8": ("select cast(x'ff' as text) as lane", (), "decode"),
+    "a value without end": ("select 'a' as lane, zeroblob(2e9) as payload", (), "too big"),
+}
+
+
+@pytest.mark.parametrize("what", SELECTS)
+async def test_a_mistake_in_a_callers_statement_is_said_at_once(
+    path: Path, what: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    text, parameters, words = SELECTS[what]
+    async with open_client(path) as client:
+        with trio.fail_after(10), pytest.raises(StoreInvalid) as caught:
+            await client.enqueue_select(text, parameters)
+        assert words in str(caught.value)
+        (admission,) = await client.enqueue_select(
+            "select 'a' as lane, :id as id", MappingProxyType({"id": "j"})
+        )
+        assert admission.status == "queued"
+    assert not caplog.records
+
+
+@pytest.mark.parametrize("text", ["commit", "rollback", "begin"])
+async def test_a_callers_statement_ends_no_transaction_of_others(path: Path, text: str) -> None:
+    async with open_store(path) as store:
+        good = EnqueueSelect("select 'a' as lane", ())
+        before, select, wrong, after = await store.submit(
+            Enqueue(Job("a")), good, EnqueueSelect(text, ()), Enqueue(Job("a"))
+        )
+        assert isinstance(wrong, StoreInvalid)
+        assert [each.status for each in (before, *select, after)] == ["queued"] * 3
+        assert len(await store.ask(ReadJobs())) == 3
+
+
+async def test_what_the_owner_of_a_connection_forbids_is_no_outage() -> None:
+    def authorize(action: int, *names: str | None) -> int:
+        is_secret = action == sqlite3.SQLITE_READ and names[0] == "secrets"
+        return sqlite3.SQLITE_DENY if is_secret else sqlite3.SQLITE_OK
+
+    with closing(sqlite3.connect(":memory:")) as connection:
+        connection.execute("create table secrets (lane)")
+        connection.set_authorizer(authorize)
+        async with open_client(connection) as client:
+            with trio.fail_after(10), pytest.raises(StoreInvalid, match="prohibited"):
+                await client.enqueue_select("select lane from secrets")
 
 
 async def test_a_job_that_is_not_there_is_named() -> None:

@@ -23,6 +23,7 @@ import pytest
 import trio
 
 from trio_watchdog import _wishes as w
+from trio_watchdog._borrowed import transactional
 from trio_watchdog._errors import StoreInvalid, StoreUnavailable
 from trio_watchdog._model import Job, Outcome, Recovery
 from trio_watchdog._open import open_store
@@ -803,6 +804,34 @@ async def test_a_connection_that_makes_bytes_of_text_is_refused(path: Path) -> N
         with pytest.raises(StoreInvalid, match="text_factory"):
             async with open_store(connection):
                 raise AssertionError("it opened")
+
+
+async def test_a_transaction_is_refused_before_it_begins_where_text_is_not_str(path: Path) -> None:
+    async with open_store(path) as store:
+        await store.enqueue(Job("a", id="j"))
+        with closing(sqlite3.connect(path)) as connection:
+            transaction = transactional(connection)
+            connection.text_factory = bytes
+            for ask in (
+                lambda: transaction.enqueue(Job("a", {"x": 1})),
+                lambda: transaction.cancel("j"),
+                lambda: transaction.read_queue_head("j"),
+                lambda: transactional(connection).enqueue(Job("a")),
+            ):
+                with pytest.raises(StoreInvalid, match="text_factory is <class 'bytes'>"):
+                    ask()
+                assert not connection.in_transaction
+            # One that makes str is as good as any.
+            connection.text_factory = bytes.decode
+            assert transaction.enqueue(Job("a", {"x": 1})).status == "queued"
+            connection.commit()
+        assert len(await store.ask(w.ReadJobs())) == 2
+
+
+def test_a_transaction_on_a_database_without_our_tables_says_what_to_do(path: Path) -> None:
+    with closing(sqlite3.connect(path)) as connection:
+        with pytest.raises(StoreInvalid, match=r"open the database once with open_client$"):
+            transactional(connection).enqueue(Job("a"))
 
 
 @pytest.mark.skipif(sys.version_info < (3, 12), reason="autocommit came with 3.12")

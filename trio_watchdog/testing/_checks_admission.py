@@ -339,6 +339,9 @@ async def a_select_with_one_bad_row_admits_none(open_store: StoreMaker) -> None:
             ("select 'a' as lane, '7' as recovery", InvalidJob, "recovery"),
             ("select 'a' as lane from no_such_table", StoreInvalid, "no_such_table"),
             ("selekt 'a' as lane", StoreInvalid, ""),
+            ("", StoreInvalid, "rows"),
+            ("commit", StoreInvalid, "rows"),
+            ("rollback", StoreInvalid, "rows"),
         ):
             with raises(error, word):
                 await store.enqueue_select(select)

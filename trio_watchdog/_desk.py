@@ -178,6 +178,8 @@ class Desk:
         """Take a claim in hand."""
         self._in_hand.add(held)
         self._runtime.renewal.hold(held)
+        if self._is_interrupted:
+            held.cancel("shutdown")
 
     def drop(self, held: Held) -> None:
         """Be done with a claim."""

@@ -58,14 +58,17 @@ class Runtime:
         """The lanes that a lane of all others must leave alone."""
         return tuple(sorted({*self.named(), *lane.besides}))
 
-    def start(self, function: Callable[..., Awaitable[None]], *args: Any) -> None:
-        """Run the function as a task that no outer cancellation reaches before `hurry`."""
-        # The shield has no deadline until `hurry` sets one.
+    def start(self, function: Callable[..., Awaitable[None]], *args: Any) -> trio.CancelScope:
+        """Run the function as a task that no outer cancellation reaches; its scope.
+
+        The shield has no deadline until `hurry`, or whoever started it, sets one.
+        """
         scope = trio.CancelScope(shield=True)
         if self.is_hurried:
             scope.deadline = trio.current_time() + HAND_OFF_LIMIT
         self._scopes.add(scope)
         self.context.run(self.nursery.start_soon, self._outlive, scope, function, *args)
+        return scope
 
     @trio.lowlevel.enable_ki_protection
     async def _outlive(
@@ -79,11 +82,11 @@ class Runtime:
             self.quiet.ring_all()
 
     def bounded(self) -> AbstractContextManager[object]:
-        """For writing something down: in a hurry it has a time of its own.
+        """For writing something down: whoever is being stopped has a time of its own for that.
 
         A thread may return long after the others were handed off.
         """
-        if not self.is_hurried:
+        if not self.is_hurried and trio.current_effective_deadline() == math.inf:
             return nullcontext()
         return trio.CancelScope(shield=True, deadline=trio.current_time() + HAND_OFF_LIMIT)
 

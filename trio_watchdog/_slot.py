@@ -18,7 +18,7 @@ from ._model import PRIORITY_LIMIT, CancelReason, CompletingJob, Outcome, RetryP
 from ._renewal import Held, current_held
 from ._rules import Settle
 from ._run import Again, GiveBack, Left, Run, Wanted, conclude, fence
-from ._runtime import Runtime
+from ._runtime import HAND_OFF_LIMIT, Runtime
 from ._wake import RAMP
 from ._wishes import (
     Cancel,
@@ -307,14 +307,19 @@ class Slot:
         self._desk.keep(held)
         try:
             if plan.on_completing is not None:
-                if runtime.is_hurried:
+                if runtime.is_hurried or held.cause is not None:
                     # Its code up to the first checkpoint would run for nothing.
                     await self._let_go(held)
                     return
                 job = evolve(job, payload=plan.structured_if_fit(job.payload))
                 current_held.set(held)
                 insist = functools.partial(self._insist, plan.on_completing)
-                left = await fence(insist, job, held.lease_scope, trio.CancelScope())
+                try:
+                    left = await fence(insist, job, held.lease_scope, trio.CancelScope())
+                except BaseException:
+                    # It outlived the stop, or raised what passes on.
+                    await self._let_go(held)
+                    raise
                 self._freshen_context()
                 if left.is_cancelled or left.error is not None:
                     logger.warning(
@@ -339,7 +344,7 @@ class Slot:
         # Dropped first, or a renewal might bring the lease back.
         self._desk.drop(held)
         held.over_at = trio.current_time()
-        with self._runtime.bounded():
+        with trio.move_on_after(HAND_OFF_LIMIT, shield=True):
             await self._desk.ask(Renew(held.id, held.token, lease=0), held)
 
     async def _insist(self, hook: Hook, job: CompletingJob) -> None:

@@ -39,7 +39,7 @@ from ._pulse import Pulse
 from ._renewal import Lease, Renewal
 from ._retention import Retention
 from ._run import Run
-from ._runtime import Runtime
+from ._runtime import HAND_OFF_LIMIT, Runtime
 from ._slot import Slot
 from ._store import Project, Store
 from ._supervisor import IsAlive, OnWake, Supervisor
@@ -258,15 +258,20 @@ class Watchdog(Client):
             finally:
                 done.set()
 
-        self._runtime.start(work)
+        scope = self._runtime.start(work)
         try:
             await done.wait()
         except trio.Cancelled:
             slot.interrupt()
+            scope.deadline = min(scope.deadline, trio.current_time() + HAND_OFF_LIMIT)
             # As with any call that is cancelled: what it runs has ended when it returns.
             with trio.CancelScope(shield=True):
                 await done.wait()
             raise
+        if not results:
+            # It raised, which cancels the block, or a stop has cut it short.
+            await trio.lowlevel.checkpoint()
+            raise RuntimeError("this watchdog has stopped; it does nothing more")
         return results[0]
 
 

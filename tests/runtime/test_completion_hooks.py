@@ -19,6 +19,7 @@ from trio_watchdog import (
     SettledJob,
 )
 from trio_watchdog._rules import Settle
+from trio_watchdog._runtime import HAND_OFF_LIMIT
 
 
 async def test_the_hook_sees_the_decision_and_the_job_settles_afterwards(open_it, store):
@@ -225,6 +226,24 @@ async def test_a_hook_does_not_begin_once_the_watchdog_is_interrupted(open_it, s
     assert trio.current_time() - began < 2
     assert called == []
     assert isinstance(await store.read("x"), CompletingJob)
+
+
+async def test_a_hook_that_outlives_the_stop_leaves_no_lease_behind(open_it, store):
+    async def nothing(job: RunningJob):
+        pass
+
+    async def hook(job: CompletingJob):
+        with trio.CancelScope(shield=True):
+            await trio.sleep(HAND_OFF_LIMIT + 1)
+        await trio.sleep(1)
+
+    async with open_it(grace=0.2) as watchdog:
+        await watchdog.start_lane("mail", nothing, on_completing=hook)
+        await watchdog.enqueue(Job("mail", id="x"))
+        await trio.sleep(0.5)
+    job = await store.take_completing("t", lanes=("mail",))
+    assert job is not None
+    assert job.id == "x"
 
 
 async def leave_completing(store, id, lane="mail"):

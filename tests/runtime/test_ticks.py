@@ -19,6 +19,7 @@ from trio_watchdog import (
 )
 from trio_watchdog._model import to_instant
 from trio_watchdog._rules import Settle
+from trio_watchdog._runtime import HAND_OFF_LIMIT
 
 
 @pytest.fixture
@@ -157,6 +158,74 @@ async def test_a_cancelled_tick_hands_its_job_off(open_it, lanes, store):
         assert isinstance(await watchdog.read("x"), QueuedJob)
         with pytest.raises(RuntimeError, match="stopping"):
             await watchdog.tick(lanes)
+
+
+async def test_a_tick_that_is_cancelled_in_an_outage_gives_up_soon(open_it, lanes, store):
+    with trio.move_on_after(1) as scope:
+        async with open_it() as watchdog:
+            await watchdog.enqueue(Job("mail", id="x"))
+            store.fail("claim", when="after", times=None)
+            await watchdog.tick(lanes)
+    assert scope.cancelled_caught
+    assert trio.current_time() <= 1 + 2 * HAND_OFF_LIMIT
+
+
+async def test_a_hook_does_not_begin_in_a_tick_that_was_cancelled_before(open_it, store):
+    called = []
+    lanes = Lanes()
+
+    @lanes.lane("mail", on_completing=lambda job: called.append(job.id))
+    async def mail(job: RunningJob):
+        pass
+
+    async with open_it() as watchdog:
+        await watchdog.enqueue(Job("mail", id="x"))
+        store.delay("decide", 1, when="after")
+        with trio.move_on_after(0.5) as scope:
+            await watchdog.tick(lanes)
+        assert scope.cancelled_caught
+        assert called == []
+        # Nobody has to wait for the lease.
+        result = await watchdog.tick(lanes)
+        assert (result.action, result.job_id) == ("completed", "x")
+    assert called == ["x"]
+
+
+async def test_ctrl_c_in_a_handler_leaves_a_tick_as_itself(open_it):
+    lanes = Lanes()
+
+    @lanes.lane("mail")
+    async def mail(job: RunningJob):
+        raise KeyboardInterrupt
+
+    async def serve():
+        async with open_it() as watchdog:
+            await watchdog.enqueue(Job("mail"))
+            await watchdog.tick(lanes)
+
+    with pytest.raises(KeyboardInterrupt):
+        await serve()
+
+
+async def test_a_tick_that_a_stop_has_cut_short_says_so(open_it):
+    lanes = Lanes()
+
+    @lanes.lane("mail")
+    async def mail(job: RunningJob):
+        with trio.CancelScope(shield=True):
+            await trio.sleep(HAND_OFF_LIMIT + 1)
+        await trio.sleep(1)
+
+    async with trio.open_nursery() as nursery:
+        async with open_it(grace=0.1) as watchdog:
+            await watchdog.enqueue(Job("mail", id="x"))
+
+            async def tick():
+                with pytest.raises(RuntimeError, match="has stopped"):
+                    await watchdog.tick(lanes)
+
+            nursery.start_soon(tick)
+            await trio.sleep(0.5)
 
 
 async def test_no_lanes_are_nothing_to_do(open_it):

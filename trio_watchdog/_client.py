@@ -8,6 +8,7 @@ from collections.abc import (
     AsyncGenerator,
     Awaitable,
     Callable,
+    Collection,
     Generator,
     Iterable,
     Mapping,
@@ -89,6 +90,8 @@ class Client:
         return await self._riding_out(lambda: self._store.ask(wish))
 
     async def _riding_out(self, ask: Callable[[], Awaitable[R]]) -> R:
+        # Also before what a store does by itself, such as looking at the health of its file.
+        self._store.check_usable()
         until = trio.current_time() + self._retry_for
         return await self._outage.riding_out(ask, until)
 
@@ -105,6 +108,9 @@ class Client:
 
         ``jobs`` may be a generator that makes them: it is a checkpoint now and then.
         """
+        if isinstance(jobs, Collection):
+            # Another task may change it at a checkpoint.
+            jobs = tuple(jobs)
         admitted: list[Job] = []
         for job in jobs:
             admitted.append(check_job(job))
@@ -300,6 +306,7 @@ async def open_client(
                 async def watch() -> None:
                     # Not before somebody waits: most clients only enqueue.
                     nonlocal is_watching
+                    store.check_usable()
                     async with starting:
                         if not is_watching:
                             await nursery.start(store.watch)

@@ -38,6 +38,7 @@ class Exchange:
         self._is_led = False
         self._was_shared = False
 
+    @trio.lowlevel.enable_ki_protection
     async def submit(self, asked: Sequence[Wish[Any]]) -> list[Any]:
         """Answers to the wishes.
 

@@ -603,8 +603,6 @@ def tell_touched(connection: sqlite3.Connection, *, but: Callable[[], None] | No
 class FileStore(_SQLiteStore):
     """A store with a writer thread, whose transactions are shared by all tasks that wait."""
 
-    is_joint = True
-
     def __init__(
         self,
         place: Place,
@@ -618,6 +616,7 @@ class FileStore(_SQLiteStore):
     ) -> None:
         engine = Engine(connection, clock, project, payload_limit, place)
         super().__init__(engine, clock, owner_lock, payload_limit)
+        self.is_joint = True
         self.path = place.path
         self._place = place
         self._worker = worker

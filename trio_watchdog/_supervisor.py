@@ -91,9 +91,9 @@ class Supervisor:
             ticket = doorbell.supervisor.ticket
             began_at = trio.current_time()
             await self._runtime.outage.riding_out(self._pass)
-            await trio.sleep(PASS_INTERVAL)
             # What a slow store takes does not count, or there would be no rest between two polls.
             poll_at += trio.current_time() - began_at
+            await trio.sleep(PASS_INTERVAL)
             self._runtime.quiet.ring_all()
             with trio.move_on_at(poll_at):
                 await doorbell.supervisor.wait(ticket)

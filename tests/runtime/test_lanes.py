@@ -370,6 +370,22 @@ async def test_many_jobs_leave_nothing_behind(open_it):
         assert watchdog.statistics().claims == 0
 
 
+async def test_a_collection_of_jobs_may_change_while_they_are_admitted(open_it):
+    jobs = {f"{n}": Job("mail", id=f"{n}") for n in range(500)}
+
+    async def change():
+        while True:
+            jobs[f"more {len(jobs)}"] = Job("mail")
+            await trio.lowlevel.checkpoint()
+
+    async with open_it() as watchdog, trio.open_nursery() as nursery:
+        nursery.start_soon(change)
+        await trio.lowlevel.checkpoint()
+        await watchdog.enqueue_many(jobs.values())
+        assert await watchdog.read("499") is not None
+        nursery.cancel_scope.cancel()
+
+
 async def test_a_generator_of_many_jobs_lets_other_tasks_run_and_its_error_admits_none(open_it):
     steps_of_others: list[int] = []
     made = 0

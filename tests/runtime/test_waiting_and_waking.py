@@ -105,12 +105,15 @@ async def test_without_any_notification_the_slow_poll_finds_what_is_due(open_it,
         assert trio.current_time() - began < 5.1
 
 
-async def test_the_slow_poll_comes_although_the_supervisor_is_rung_all_the_time(open_it, store):
+@pytest.mark.parametrize("pause", [1, 0.05])
+async def test_the_slow_poll_comes_although_the_supervisor_is_rung_all_the_time(
+    open_it, store, pause
+):
     async def ring_on(watchdog: Watchdog):
         while True:
             admission = await watchdog.enqueue(Job("other"))
             await watchdog.cancel(admission.job.id)
-            await trio.sleep(1)
+            await trio.sleep(pause)
 
     async with open_it(poll=5) as watchdog, trio.open_nursery() as nursery:
         await watchdog.start_lane("mail", nothing)

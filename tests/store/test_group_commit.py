@@ -143,6 +143,21 @@ async def test_tasks_that_were_answered_together_go_together_again() -> None:
     assert sizes == [8] * 100
 
 
+async def test_ctrl_c_strikes_between_exchanges_and_not_within() -> None:
+    """Others may share it, and would wait for ever."""
+    is_protected: list[bool] = []
+
+    async def perform(asked: Sequence[Wish[Any]]) -> list[None]:
+        is_protected.append(trio.lowlevel.currently_ki_protected())
+        await trio.lowlevel.cancel_shielded_checkpoint()
+        return [None] * len(asked)
+
+    exchange = Exchange(perform)
+    assert not trio.lowlevel.currently_ki_protected()
+    await exchange.submit([w.Read("j")])
+    assert is_protected == [True]
+
+
 async def test_of_many_tasks_one_half_is_answered_while_the_other_works(
     nursery: trio.Nursery,
 ) -> None:

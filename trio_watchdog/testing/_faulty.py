@@ -96,6 +96,7 @@ class FaultyStore(Store):
         self.store = store
         self.owner = store.owner
         self.payload_limit = store.payload_limit
+        self.is_joint = store.is_joint
         # The very list, so that whoever listens here hears what the store reports.
         self.on_change = store.on_change
         self.calls: Counter[str] = Counter()

@@ -307,7 +307,8 @@ class Slot:
         self._desk.keep(held)
         try:
             if plan.on_completing is not None:
-                if runtime.is_hurried or held.cause is not None:
+                is_stopped = runtime.is_hurried or held.cause is not None
+                if is_stopped:
                     # Its code up to the first checkpoint would run for nothing.
                     await self._let_go(held)
                     return

@@ -81,7 +81,7 @@ class Desk:
                 return run
 
     async def _is_refreshed(self, run: Run) -> bool:
-        """Renew a claim that may have been made a while ago, before its answer was lost."""
+        """Renew a claim whose lease may have begun a while ago, or only now."""
         asked_at = trio.current_time()
         answer = await self.ask(Renew(run.id, run.token, self._runtime.lease.milliseconds), run)
         if answer is None or answer.status == "lost":
@@ -168,7 +168,9 @@ class Desk:
         self.is_full = claimed.more
         if claimed.job is not None:
             self._next = Run(claimed.job, self._runtime.lease, self._claim_asked_at)
-            self._is_stale = claim.again
+            # Who was frozen, or away, before the claim was sent has a lease and does not know.
+            waited = trio.current_time() - self._claim_asked_at
+            self._is_stale = claim.again or waited > self._runtime.lease.heartbeat
             self.keep(self._next)
         return None
 

@@ -232,8 +232,11 @@ class Run(Held):
         For while the handler still runs: it may take long to end, and the process may not live
         to see it.
         """
+        # Asked before it runs, Trio's scope would take a deadline for passed that may yet move.
+        if not self.is_running or self.cause is not None:
+            return False
         cause = self.cancel_reason
-        if not self.is_running or self.cause is not None or cause is None:
+        if cause is None:
             return False
         self.is_by_program = cause == "cancellation"
         self.cancel(cause)

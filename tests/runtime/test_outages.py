@@ -53,6 +53,19 @@ class Counting:
         return self.says
 
 
+async def test_a_claim_that_waited_long_to_be_sent_is_run_all_the_same(open_it, store, ends):
+    handler = Counting()
+    async with open_it(lease=30, heartbeat=10, poll=5) as watchdog:
+        await watchdog.start_lane("mail", handler)
+        await watchdog.wait_idle()
+        # As of a process that is frozen in between: the lease begins when the claim is made.
+        store.delay("claim", 28)
+        await watchdog.enqueue(Job("mail", id="x"))
+        assert (await watchdog.wait_settled("x")).outcome == "completed"
+    assert handler.runs == ["x"]
+    assert ends.causes("x") == ["completed"]
+
+
 # -- lost answers ---------------------------------------------------------------------------------
 
 

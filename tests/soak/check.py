@@ -350,6 +350,9 @@ def recoveries_miscounted(all: Iterable[Story], troubles: Sequence[int]) -> Iter
         latest = story.runs[0].begin.at
         points = [(run.begin.at, run.begin.facts["recovered"]) for run in story.runs]
         points.append((story.settled[0][1].at, story.end["recovery_count"]))
+        attempts = [run.begin.facts["attempt"] for run in story.runs]
+        # As if there were one more, so that one that nobody saw begin shows.
+        attempts.append(story.end["attempt_count"] + 1)
         for place, run in enumerate(story.runs):
             (_, before), (at, after) = points[place : place + 2]
             is_last, is_again = run is story.runs[-1], returned_to_queue(run)
@@ -358,8 +361,9 @@ def recoveries_miscounted(all: Iterable[Story], troubles: Sequence[int]) -> Iter
                 yield f"{story.id} was recovered, and it did not count: {told(story)}"
             alive_at = surely_alive_at(run)
             lost = bisect.bisect(troubles, at) - bisect.bisect(troubles, alive_at)
-            # Claims may be lost before a handler begins, and then more than one recovery lies here.
-            is_plain = lost <= 1 and not is_again
+            # Claims may be lost before a handler begins, and then more than one recovery lies here;
+            # some of them have counted an attempt.
+            is_plain = lost <= 1 and not is_again and attempts[place + 1] <= attempts[place] + 1
             is_counted = after > before or (is_last and story.end["outcome"] == "interrupted")
             if before and is_counted and is_plain and alive_at - latest > window + EARLY:
                 yield f"{story.id} was recovered too long ago for that to count: {told(story)}"

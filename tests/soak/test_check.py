@@ -548,7 +548,7 @@ def test_a_recovery_within_the_window_counts(book: Book, tmp_path: Path) -> None
     assert book.problems(tmp_path) == []
 
 
-def interrupted(book: Book, last: float) -> None:
+def interrupted(book: Book, last: float, *, attempts: int = 2) -> None:
     """A job whose second execution disappears, so long after its first recovery."""
     recovered(book, (20, 0), (22, 1), end=1)
     book.without("settled", "frail")
@@ -559,13 +559,22 @@ def interrupted(book: Book, last: float) -> None:
     for at in (last, last + 0.01):
         book.write(at, "beat", pid=12, job="frail", queue="other", token=token)
     book.write(last + 0.1, "kill", pid=12)
-    book.settle(last + 1, "frail", 4, outcome="interrupted", recovery_count=1, attempt_count=2)
+    book.settle(
+        last + 1, "frail", 4, outcome="interrupted", recovery_count=1, attempt_count=attempts
+    )
 
 
 def test_an_interruption_for_a_recovery_within_the_window_is_right(
     book: Book, tmp_path: Path
 ) -> None:
     interrupted(book, 26.9)
+    assert book.problems(tmp_path) == []
+
+
+def test_an_interruption_after_an_execution_that_nobody_saw_begin_is_not_judged(
+    book: Book, tmp_path: Path
+) -> None:
+    interrupted(book, 27.1, attempts=3)
     assert book.problems(tmp_path) == []
 
 

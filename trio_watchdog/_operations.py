@@ -1136,17 +1136,18 @@ def plan(asked: Sequence[w.Wish[Any]]) -> list[tuple[Kind, list[int]]]:
     """Which operations answer these wishes, and the positions of the wishes each answers.
 
     Two wishes of one kind about the same job go to two runs of the operation, one after the
-    other: a set-wise statement could not tell them apart.
+    other: a set-wise statement could not tell them apart. So does each statement of the caller's
+    own, which might end its transaction, and must not end that of others.
     """
     steps: dict[tuple[int, int], list[int]] = {}
     seen: dict[tuple[type, Any], int] = {}
     for position, wish in enumerate(asked):
         kind = type(wish)
         turn = 0
-        id = getattr(wish, "id", None)
-        if id is not None:
-            turn = seen.get((kind, id), 0)
-            seen[kind, id] = turn + 1
+        subject = kind if kind is w.EnqueueSelect else getattr(wish, "id", None)
+        if subject is not None:
+            turn = seen.get((kind, subject), 0)
+            seen[kind, subject] = turn + 1
         steps.setdefault((ORDER[kind], turn), []).append(position)
     kinds = list(OPERATIONS.values())
     return [(kinds[order], steps[order, turn]) for order, turn in sorted(steps)]

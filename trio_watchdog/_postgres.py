@@ -777,13 +777,7 @@ class PostgresStore(Store):
     ) -> list[Any]:
         """One operation after the other, each with all its steps in one transaction."""
         answers: list[Any] = [None] * len(asked)
-        waiting: list[list[int]] = []
-        for _, positions in operations.plan(asked):
-            if isinstance(asked[positions[0]], w.EnqueueSelect):
-                # The caller's SQL might end its transaction, and must not end that of others.
-                waiting += [[position] for position in positions]
-            else:
-                waiting.append(positions)
+        waiting = [positions for _, positions in operations.plan(asked)]
         while waiting:
             positions = waiting.pop(0)
             wishes = [asked[position] for position in positions]

@@ -29,6 +29,11 @@ HAND_OFF_LIMIT = 5.0
 """Seconds that a stop takes to write down what was cut short; then leases have to end."""
 
 
+def bound(scope: trio.CancelScope) -> None:
+    """Leave a scope the time to write down what was cut short, and no more."""
+    scope.deadline = min(scope.deadline, trio.current_time() + HAND_OFF_LIMIT)
+
+
 @define(eq=False)
 class Runtime:
     """What all slots of a process share."""
@@ -65,7 +70,7 @@ class Runtime:
         """
         scope = trio.CancelScope(shield=True)
         if self.is_hurried:
-            scope.deadline = trio.current_time() + HAND_OFF_LIMIT
+            bound(scope)
         self._scopes.add(scope)
         self.context.run(self.nursery.start_soon, self._outlive, scope, function, *args)
         return scope
@@ -118,9 +123,8 @@ class Runtime:
         self.is_hurried = True
         for held in self.renewal.held():
             held.cancel("shutdown")
-        deadline = trio.current_time() + HAND_OFF_LIMIT
         for scope in self._scopes:
-            scope.deadline = min(scope.deadline, deadline)
+            bound(scope)
 
     async def wait_quiet(self) -> None:
         """Return when neither a lane nor the supervisor has anything to do."""

@@ -254,13 +254,15 @@ class Slot:
 
     def _report(self, run: Run, left: Left, written: Written) -> None:
         """The one log record of a run."""
-        if written.result in ("nothing", "conflict", "unwritten"):
+        is_unrecorded = written.result in ("nothing", "conflict", "unwritten")
+        if is_unrecorded:
             self._runtime.unrecorded.append(run.token)
         cause = run.cause or ("lease_lost" if written is CONFLICT else written.result)
         duration = trio.current_time() - run.began_at
         is_bad = (
             left.error is not None
-            or written.result in ("failed", "nothing", "conflict", "unwritten")
+            or is_unrecorded
+            or written.result == "failed"
             or cause == "timeout"
         )
         level = logging.WARNING if is_bad else logging.INFO

@@ -139,7 +139,7 @@ class Doorbell:
             self.ring_everything()
             return
         for lane, due in change.lanes.items():
-            bell = self._lanes.get(lane) or self._lanes.get(None)
+            bell = self._worked(lane)
             if due > 0:
                 self.alarm.arm(due)
             elif bell is not None:
@@ -155,11 +155,15 @@ class Doorbell:
 
     def expect(self, lane: str) -> bool:
         """Wake one who waits for a job of the lane, since one is coming; says whether one does."""
-        bell = self._lanes.get(lane) or self._lanes.get(None)
+        bell = self._worked(lane)
         if bell is None or not bell.waiting:
             return False
         bell.ring()
         return True
+
+    def _worked(self, lane: str) -> Bell | None:
+        """The bell of whoever works the lane's jobs here."""
+        return self._lanes.get(lane) or self._lanes.get(None)
 
     def ring_lanes(self) -> None:
         """One slot of each lane should look."""

@@ -39,7 +39,7 @@ from ._pulse import Pulse
 from ._renewal import Lease, Renewal
 from ._retention import Retention
 from ._run import Run
-from ._runtime import HAND_OFF_LIMIT, Runtime
+from ._runtime import Runtime, bound
 from ._slot import Slot
 from ._store import Project, Store
 from ._supervisor import IsAlive, OnWake, Supervisor
@@ -263,7 +263,7 @@ class Watchdog(Client):
             await done.wait()
         except trio.Cancelled:
             slot.interrupt()
-            scope.deadline = min(scope.deadline, trio.current_time() + HAND_OFF_LIMIT)
+            bound(scope)
             # As with any call that is cancelled: what it runs has ended when it returns.
             with trio.CancelScope(shield=True):
                 await done.wait()

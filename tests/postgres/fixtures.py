@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import secrets
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from urllib.parse import urlsplit
 
 import psycopg
@@ -60,6 +61,14 @@ def quick_database(postgres_url: str) -> Iterator[str]:
             yield urlsplit(postgres_url)._replace(path=f"/{name}").geturl()
         finally:
             connection.execute(f"drop database {name} with (force)".encode())
+
+
+@contextmanager
+def emptied(url: str, *tables: str) -> Iterator[None]:
+    """Empty these tables at the end, for the next test of a database that several share."""
+    yield
+    with psycopg.connect(url, autocommit=True) as connection:
+        connection.execute(f"truncate {', '.join(tables)}".encode())
 
 
 @pytest.fixture

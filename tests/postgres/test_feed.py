@@ -8,11 +8,11 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
-import psycopg
 import pytest
 import trio
 import trio.lowlevel
 
+from tests.postgres.fixtures import emptied
 from trio_watchdog import _wishes as w
 from trio_watchdog._identity import fresh_token
 from trio_watchdog._model import Job, Outcome
@@ -27,10 +27,9 @@ COMPLETED = Settle(Outcome.COMPLETED)
 
 @pytest.fixture
 async def store(quick_database: str) -> AsyncIterator[Store]:
-    async with open_postgres_store(quick_database, schema=SCHEMA) as store:
-        yield store
-    with psycopg.connect(quick_database, autocommit=True) as connection:
-        connection.execute(f"truncate {SCHEMA}.jobs, {SCHEMA}.readers")
+    with emptied(quick_database, f"{SCHEMA}.jobs", f"{SCHEMA}.readers"):
+        async with open_postgres_store(quick_database, schema=SCHEMA) as store:
+            yield store
 
 
 class Reader:

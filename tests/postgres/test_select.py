@@ -11,6 +11,7 @@ import psycopg
 import pytest
 import trio
 
+from tests.postgres.fixtures import emptied
 from trio_watchdog import Client, Job, Recovery, StoreInvalid, open_client
 from trio_watchdog._postgres import PARAMETER_LIMIT, open_postgres_store
 from trio_watchdog._wishes import EnqueueSelect, ReadJobs
@@ -23,10 +24,9 @@ SOON = 10.0
 
 @pytest.fixture
 async def client(quick_database: str) -> AsyncIterator[Client]:
-    async with open_client(quick_database, schema=SCHEMA) as client:
-        yield client
-    with psycopg.connect(quick_database, autocommit=True) as connection:
-        connection.execute(f"truncate {SCHEMA}.jobs, {SCHEMA}.recheck")
+    with emptied(quick_database, f"{SCHEMA}.jobs", f"{SCHEMA}.recheck"):
+        async with open_client(quick_database, schema=SCHEMA) as client:
+            yield client
 
 
 async def ids(client: Client) -> set[str]:

@@ -12,6 +12,7 @@ import pytest
 import trio
 from psycopg import sql as compose
 
+from tests.postgres.fixtures import emptied
 from trio_watchdog import _wishes as w
 from trio_watchdog._borrowed import enqueue_statement, transactional
 from trio_watchdog._errors import InvalidJob, JobConflict, StoreInvalid, StoreUnavailable
@@ -30,10 +31,9 @@ SOON = 10.0
 
 @pytest.fixture
 async def store(quick_database: str) -> AsyncIterator[Store]:
-    async with open_postgres_store(quick_database, schema=SCHEMA) as store:
-        yield store
-    with psycopg.connect(quick_database, autocommit=True) as connection:
-        connection.execute(f"truncate {SCHEMA}.jobs, {SCHEMA}.recheck")
+    with emptied(quick_database, f"{SCHEMA}.jobs", f"{SCHEMA}.recheck"):
+        async with open_postgres_store(quick_database, schema=SCHEMA) as store:
+            yield store
 
 
 @pytest.fixture

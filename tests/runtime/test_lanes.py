@@ -27,6 +27,15 @@ async def nothing(job: RunningJob):
     return None
 
 
+def noting(ran: list[str], word: str):
+    """A handler that says of each job who ran it."""
+
+    async def handler(job: RunningJob):
+        ran.append(word)
+
+    return handler
+
+
 class Meter:
     """A handler that counts how many of it run at a time."""
 
@@ -156,39 +165,27 @@ async def test_others_takes_the_jobs_of_lanes_without_a_worker_here(open_it):
 
 
 async def test_a_lane_of_its_own_takes_over_from_others(open_it):
-    ran = []
-
-    async def fax(job: RunningJob):
-        ran.append("fax")
-
-    async def others(job: RunningJob):
-        ran.append("others")
+    ran: list[str] = []
 
     async with open_it() as watchdog:
-        await watchdog.start_lane(OTHERS, others)
+        await watchdog.start_lane(OTHERS, noting(ran, "others"))
         await watchdog.enqueue(Job("fax"))
         await watchdog.wait_idle()
-        await watchdog.start_lane("fax", fax)
+        await watchdog.start_lane("fax", noting(ran, "fax"))
         await watchdog.enqueue(Job("fax"))
         await watchdog.wait_idle()
     assert ran == ["others", "fax"]
 
 
 async def test_others_gives_back_what_it_claimed_before_the_lane_was_started(open_it, store, ends):
-    ran = []
-
-    async def fax(job: RunningJob):
-        ran.append("fax")
-
-    async def others(job: RunningJob):
-        ran.append("others")
+    ran: list[str] = []
 
     async with open_it() as watchdog:
         await watchdog.enqueue(Job("fax", id="x"))
         store.delay("claim", 1, when="after")
-        await watchdog.start_lane(OTHERS, others)
+        await watchdog.start_lane(OTHERS, noting(ran, "others"))
         await trio.sleep(0.5)
-        await watchdog.start_lane("fax", fax)
+        await watchdog.start_lane("fax", noting(ran, "fax"))
         settled = await watchdog.wait_settled("x")
     assert ran == ["fax"]
     assert settled.attempt_count == 1

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import secrets
 import time
 
 _ALPHABET = "0123456789abcdefghjkmnpqrstvwxyz"
 _PAIRS = [first + second for first in _ALPHABET for second in _ALPHABET]
+_SHIFTS = tuple(range(120, -1, -10))
 
 _last = 0
 
@@ -19,12 +21,13 @@ def fresh_id() -> str:
     and while the clock goes back, each is a random step after the one before.
     """
     global _last  # noqa: PLW0603 (there is one order of ids in a process)
-    value = ((time.time_ns() // 1_000_000) << 80) | secrets.randbits(80)
+    drawn = int.from_bytes(os.urandom(10), "big")
+    value = ((time.time_ns() // 1_000_000) << 80) | drawn
     if value <= _last:
         # Two threads may come here at once: then only their order is left to chance.
-        value = _last + 1 + secrets.randbits(64)
+        value = _last + 1 + (drawn >> 16)
     _last = value
-    return "".join([_PAIRS[(value >> shift) & 1023] for shift in range(120, -1, -10)])
+    return "".join([_PAIRS[(value >> shift) & 1023] for shift in _SHIFTS])
 
 
 def fresh_token() -> str:

@@ -116,7 +116,10 @@ def _admit_all(jobs: Sequence[Job], effects: Effects) -> Operation[list[Admissio
     admissions: list[Admission] = []
     for start in range(0, len(jobs), ADMISSION_CHUNK):
         chunk = jobs[start : start + ADMISSION_CHUNK]
-        for admission in (yield from _admit(chunk, effects, sql.INSERT_MANY)):
+        # Ranked only where one of them may be behind another.
+        is_ranked = any(job.queue != job.id for job in chunk)
+        insert = sql.INSERT_MANY if is_ranked else sql.INSERT
+        for admission in (yield from _admit(chunk, effects, insert)):
             if isinstance(admission, Exception):
                 # All or nothing: raising rolls the others back.
                 raise admission

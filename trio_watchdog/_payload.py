@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterable, Iterator
+from types import NoneType
 from typing import Any, cast
 
 from ._errors import InvalidJob, StoreInvalid, shown, type_name
@@ -25,6 +26,8 @@ INTEGER_DIGITS_LIMIT = 4000
 
 _INTEGER_LIMIT = 10**INTEGER_DIGITS_LIMIT
 
+_ATOMS = frozenset((str, int, bool, NoneType))
+
 
 def encode_payload(payload: Any) -> str:
     """The canonical JSON text of ``payload``.
@@ -32,11 +35,28 @@ def encode_payload(payload: Any) -> str:
     Raises `InvalidJob` for NaN, infinities, lone surrogates, keys that are not strings, values
     that JSON does not know, and nesting deeper than `DEPTH_LIMIT`; the message has the path.
     """
-    _check(payload)
+    is_flat = _is_flat(payload)
+    if not is_flat:
+        _check(payload)
     try:
-        return _ENCODER.encode(payload)
+        text = _ENCODER.encode(payload)
     except (TypeError, ValueError) as error:
+        # An integer may be too long for Python, too.
+        _check(payload)
         raise InvalidJob(f"payload cannot be encoded as JSON: {error}") from error
+    if is_flat and not (text.isascii() and len(text) <= INTEGER_DIGITS_LIMIT):
+        _check(payload)
+    return text
+
+
+def _is_flat(payload: Any) -> bool:
+    """Whether `_check` finds nothing in it once its text is known to be ASCII and short."""
+    if type(payload) is not dict:
+        return False
+    for key, item in cast("dict[Any, Any]", payload).items():
+        if type(key) is not str or type(item) not in _ATOMS:
+            return False
+    return True
 
 
 def decode_payload(text: str) -> Any:

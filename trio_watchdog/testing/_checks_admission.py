@@ -24,6 +24,7 @@ from ._check_tools import (
     claim,
     complete,
     drain,
+    find,
     ids,
     raises,
     read,
@@ -229,6 +230,23 @@ async def many_admitted_to_one_queue_keep_their_order(open_store: StoreMaker) ->
         await store.enqueue_many(jobs)
         order = [job.payload for job in await drain(store, "a")]
         assert order == sorted(range(60), key=lambda n: (-(n % 3), n))
+
+
+@store_check()
+async def a_queue_named_like_a_job_is_the_queue_of_that_job(open_store: StoreMaker) -> None:
+    for is_many in (False, True):
+        async with open_store() as (store, _):
+            first = await start(store, Job("a", 0, queue="j", id="first"))
+            # By default its queue is its id, and somebody is in front of it there.
+            later = [Job("a", 1, id="j"), Job("a", 2, queue="j")]
+            if is_many:
+                await store.enqueue_many(later)
+            else:
+                for job in later:
+                    await store.enqueue(job)
+            assert await find(store, "a") is None
+            await complete(store, first)
+            assert [job.payload for job in await drain(store, "a")] == [1, 2]
 
 
 @store_check()

@@ -70,9 +70,6 @@ PAGE_LIMIT = 256
 ADMISSION_CHUNK = 1000
 """Jobs of one admission that go to the database together; more would block the event loop."""
 
-DUE = 4
-"""Where `insertion` has the instant."""
-
 CLAIM_WINDOW = 16
 """Ready rows that a claim looks at beyond the number it wants."""
 
@@ -127,6 +124,11 @@ def _admit_all(jobs: Sequence[Job], effects: Effects) -> Operation[list[Admissio
     return admissions
 
 
+def due(job: Job) -> int:
+    """The instant (ms) from which on a new job may be claimed; 0: at once."""
+    return 0 if job.not_before is None else to_milliseconds(job.not_before)
+
+
 def insertion(job: Job) -> tuple[Any, ...]:
     """The job as a row of `sql.INSERT`."""
     recovery = job.recovery
@@ -136,7 +138,7 @@ def insertion(job: Job) -> tuple[Any, ...]:
         job.queue,
         job.lane,
         job.priority,
-        0 if job.not_before is None else to_milliseconds(job.not_before),
+        due(job),
         None if recovery is None else recovery.max_recoveries,
         None if window is None else seconds_to_milliseconds(window),
         job.encoded,
@@ -158,8 +160,7 @@ def _admit(
     for _ in range(3):
         if not fitting:
             break
-        insertions = {index: insertion(jobs[index]) for index in fitting}
-        inserting = many(insert, list(insertions.values()))
+        inserting = many(insert, [insertion(jobs[index]) for index in fitting])
         # A queue of its own, as a job has by default, nobody is in front of.
         named = {jobs[index].queue for index in fitting if jobs[index].queue != jobs[index].id}
         tried = [(queue,) for queue in sorted(named)[: effects.lockable]]
@@ -180,9 +181,9 @@ def _admit(
             if sequence is None:
                 present.append(index)
                 continue
-            due = insertions[index][DUE]
-            answers[index] = Admission("queued", _queued(job, sequence, due))
-            effects.claimable(job.lane, due)
+            due_at = due(job)
+            answers[index] = Admission("queued", _queued(job, sequence, due_at))
+            effects.claimable(job.lane, due_at)
             effects.moved(job.queue)
         fitting = []
         if present:

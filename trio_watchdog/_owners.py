@@ -25,6 +25,9 @@ try:
 except ImportError:  # Windows: no such lock, so a killed owner is known by its lease alone.
     fcntl = None
 
+_RING_LIMIT = 4096
+"""Bytes of a ring; more than any of ours has."""
+
 _SOCKET_PATH_LIMIT = 100
 """Bytes of a socket's path that every system takes (the least limit is 104)."""
 
@@ -178,25 +181,26 @@ class OwnerLock:
                 stamp += [status.st_mtime_ns, status.st_size, status.st_ino]
         return tuple(stamp)
 
-    def ring_others(self) -> None:
-        """Wake the other stores on this file. From any thread; never blocks, never raises."""
+    def ring_others(self, told: str) -> None:
+        """Tell the other stores on this file. From any thread; never blocks, never raises."""
         if self._sender is None:
             return
         for owner in self._others():
-            # Full: it has a ring to hear already. Refused or absent: nobody listens there.
+            # Full: the file's time stamp tells what this would have. Refused or absent: nobody
+            # listens there.
             with contextlib.suppress(OSError):
-                self._sender.sendto(b"\0", self._address(owner))
+                self._sender.sendto(told.encode(), self._address(owner))
 
-    async def wait_rung(self) -> bool:
-        """Wait for a ring by another store; many at once are one. False: there is no doorbell."""
+    async def wait_rung(self) -> set[bytes]:
+        """Wait for rings by other stores; says what they tell. Nothing: there is no doorbell."""
         if self._socket is None:
-            return False
-        await self._socket.recv(1)
+            return set()
+        rings = {await self._socket.recv(_RING_LIMIT)}
         with contextlib.suppress(BlockingIOError):
             while True:
                 # The raw socket never blocks; Trio's would wait.
-                os.read(self._socket.fileno(), 1)
-        return True
+                rings.add(os.read(self._socket.fileno(), _RING_LIMIT))
+        return rings
 
     def _open_doorbell(self) -> None:
         if not hasattr(socket, "AF_UNIX"):
@@ -216,7 +220,8 @@ class OwnerLock:
         self._sender.setblocking(False)
 
     def _socket_path(self, owner: str) -> Path:
-        return self._folder / f"{owner}.ring"
+        # Half of it tells owners apart, and a socket's path has to be short.
+        return self._folder / f"{owner[:16]}.ring"
 
     def _address(self, owner: str) -> str:
         path = str(self._socket_path(owner))

@@ -41,7 +41,7 @@ from psycopg.types.json import set_json_loads
 from . import _operations as operations
 from . import _statements as sql
 from . import _wishes as w
-from ._calls import Call, Effects, Operation, many, one
+from ._calls import Call, Effects, Operation, many, one, promoted
 from ._errors import (
     SettlementRejected,
     StoreInvalid,
@@ -221,18 +221,22 @@ class Session:
         return connection
 
     async def step(
-        self, calls: Sequence[Call], channel: str | None = None, *, is_hasty: bool = False
+        self,
+        calls: Sequence[Call],
+        notification: Notification | None = None,
+        *,
+        is_hasty: bool = False,
     ) -> list[list[Row]]:
         """Execute the calls as one transaction, sent as one pipeline. Rows of each call.
 
-        ``channel``: notify it. ``is_hasty``: do not wait for a lock that is not free soon.
+        ``notification``: send it. ``is_hasty``: do not wait for a lock that is not free soon.
         """
         # Shielded, for a transaction on its way must not lose its answer; but never for long.
         with in_time(shield=True):
             for tries_left in reversed(range(TRIES)):
                 async with self.connected() as connection:
                     try:
-                        return await self._stepped(connection, calls, channel, is_hasty)
+                        return await self._stepped(connection, calls, notification, is_hasty)
                     except psycopg.Error as error:
                         if connection.closed:
                             raise
@@ -249,7 +253,7 @@ class Session:
         self,
         connection: TrioConnection[Row],
         calls: Sequence[Call],
-        channel: str | None,
+        notification: Notification | None,
         is_hasty: bool,
     ) -> list[list[Row]]:
         before: list[Statement] = []
@@ -259,9 +263,9 @@ class Session:
             before += [(BEGIN, {}), (settings(is_local=True), {})]
         if is_hasty:
             before.append((HASTE, {}))
-        if channel is not None:
+        if notification is not None:
             # Last: sending takes a lock of the whole database until COMMIT.
-            after.append((NOTIFY, {"channel": channel}))
+            after.append((NOTIFY, notification))
         if self._prepared is None:
             after.append((COMMIT, {}))
         return await self.execute(connection, calls, before, after)
@@ -305,23 +309,25 @@ class Session:
             parameters = {**self._clock(), **parameters}
         return self._dialect.text(cast("sql.Statement", call.statement)), parameters
 
-    async def listened(self, connection: TrioConnection[Row]) -> bool:
-        """Wait for a notification by another session; False: this is not the connection any more.
+    async def listened(self, connection: TrioConnection[Row]) -> set[str]:
+        """Wait for other sessions' notifications; says what they tell.
 
+        Nothing: this is not the connection any more.
         Gives the connection up whenever somebody else wants it.
         """
         while True:
             async with self._lock:
                 if connection is not self._connection or connection.closed:
-                    return False
+                    return set()
                 self._listening = trio.CancelScope()
                 if self._wanted:
                     # Who came while we waited for our turn stands behind us now.
                     continue
                 with self._listening:
                     notifications = await connection.wait_notifies()
-                    if any(n.pid != connection.pgconn.backend_pid for n in notifications):
-                        return True
+                    pid = connection.pgconn.backend_pid
+                    if told := {each.payload for each in notifications if each.pid != pid}:
+                        return told
 
     async def close(self) -> None:
         """Close the connection if there is one."""
@@ -355,9 +361,12 @@ Clock = Callable[[], Mapping[str, int]]
 
 Statement = tuple[str, Mapping[str, Any]]
 
+Notification = Mapping[str, str]
+"""The parameters of `NOTIFY`."""
+
 BEGIN = "begin isolation level read committed"
 COMMIT = "commit"
-NOTIFY = "select pg_notify(%(channel)s, '')"
+NOTIFY = "select pg_notify(%(channel)s, %(told)s)"
 HASTE = f"select set_config('lock_timeout', '{HASTE_SECONDS * 1000:.0f}', true)"
 
 _FORGETTING = ("0A000", "26000", "42P05")
@@ -470,10 +479,9 @@ class Trips:
 
     async def _trip(self, travelling: list[_Progress]) -> None:
         calls, places = merged([call for progress in travelling for call in progress.calls])
-        tells = any(map(self._tells, travelling))
-        channel = self._channel if tells else None
+        notification = self._notification(travelling)
         try:
-            results = await self._session.step(calls, channel, is_hasty=self._is_hasty)
+            results = await self._session.step(calls, notification, is_hasty=self._is_hasty)
         except WatchdogError as error:
             if not is_refusal(error):
                 self._gone = error
@@ -488,9 +496,21 @@ class Trips:
             self._proceed(progress, rows[0] if progress.is_single else rows)
             start = end
 
-    def _tells(self, progress: _Progress) -> bool:
-        is_telling = type(self._asked[progress.positions[0]]) in _TELLING
-        return is_telling and any(map(_writes, progress.calls))
+    def _notification(self, travelling: list[_Progress]) -> Notification | None:
+        """What others are told in the trip itself, and so before it is known what it does."""
+        effects = Effects(0)
+        is_telling = False
+        for progress in travelling:
+            wishes = [self._asked[position] for position in progress.positions]
+            if type(wishes[0]) not in _TELLING or not any(map(_writes, progress.calls)):
+                continue
+            is_telling = True
+            for wish in wishes:
+                if not isinstance(wish, w.Enqueue):
+                    # What it will find nobody knows.
+                    return {"channel": self._channel, "told": ""}
+                effects.claimable(wish.job.lane, operations.due(wish.job))
+        return {"channel": self._channel, "told": Change.of(effects).told()} if is_telling else None
 
     def _begin(
         self,
@@ -609,6 +629,8 @@ class PostgresStore(Store):
         self._lane_exchange = Exchange(lambda asked: self._perform(self._lanes, asked), share=SHARE)
         self._caller_exchange = Exchange(lambda asked: self._perform(self._callers, asked))
         self._must_notify = trio.Event()
+        self._untold = Effects(0)
+        """What lanes have changed and others have not been told."""
         self._is_watched = False
         self._offset: float | None = None
 
@@ -765,6 +787,7 @@ class PostgresStore(Store):
             # Also when the rest of it has failed.
             self._announce(effects)
             if effects.lanes and session is self._lanes and not is_whole:
+                self._untold.merge(effects)
                 self._must_notify.set()
 
     def _effects(self, is_hasty: bool) -> Effects:
@@ -818,7 +841,8 @@ class PostgresStore(Store):
                             await self._tell(session, connection, self._project, effects)
                         after: list[Statement] = [(COMMIT, {})]
                         if effects.concern_others:
-                            after.insert(0, (NOTIFY, {"channel": self._channel}))
+                            told = Change.of(effects).told()
+                            after.insert(0, (NOTIFY, {"channel": self._channel, "told": told}))
                         await session.execute(connection, [], after=after)
                     except BaseException as error:
                         await _undo(connection)
@@ -855,14 +879,7 @@ class PostgresStore(Store):
 
     def _announce(self, effects: Effects) -> None:
         if effects.concern_others or effects.settled:
-            self.report(
-                Change(
-                    effects.lanes,
-                    effects.cancelled,
-                    frozenset(effects.claims),
-                    frozenset(effects.settled),
-                )
-            )
+            self.report(Change.of(effects))
 
     # -- changes made elsewhere -------------------------------------------------------------------
 
@@ -915,12 +932,12 @@ class PostgresStore(Store):
             if not self._listen:
                 await trio.sleep_forever()
             try:
-                if not await self._callers.listened(connection):
-                    return False
+                told = await self._callers.listened(connection)
             except psycopg.Error as error:
                 raise store_error(error, "listening") from error
-            self.report(ELSEWHERE)
-            return True
+            for text in told:
+                self.report(Change.heard(text))
+            return bool(told)
         # A half-open connection looks like silence.
         with in_time():
             async with self._callers.connected() as checked:
@@ -944,8 +961,10 @@ class PostgresStore(Store):
 
     async def _send_notification(self) -> None:
         self._must_notify = trio.Event()
+        untold, self._untold = self._untold, Effects(0)
+        told = Change.of(untold).told()
         try:
-            await self._callers.step([], self._channel)
+            await self._callers.step([], {"channel": self._channel, "told": told})
         except WatchdogError as error:
             # Only a hint: the others find it at their next poll.
             logger.debug("a notification was not sent: %s", error)
@@ -964,8 +983,11 @@ class PostgresStore(Store):
             [one(sql.LOCK_NOTES), one(sql.DELETE_NOTES), one(sql.PROMOTE_NOTED)]
         )
         if raised:
+            effects = Effects(0)
+            promoted(raised, effects)
+            self._untold.merge(effects)
             self._must_notify.set()
-            self.report(ELSEWHERE)
+            self._announce(effects)
 
     # -- renewals ---------------------------------------------------------------------------------
 

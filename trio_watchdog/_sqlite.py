@@ -502,19 +502,12 @@ class _SQLiteStore(Store):
         answers, effects = self._engine.perform(asked)
         if self.owner_lock is not None and effects.concern_others:
             # Before our own tasks hear of it: others have the longer way.
-            self.owner_lock.ring_others()
+            self.owner_lock.ring_others(Change.of(effects).told())
         return answers, effects
 
     def _announce(self, effects: Effects) -> None:
         if effects.concern_others or effects.settled:
-            self.report(
-                Change(
-                    effects.lanes,
-                    effects.cancelled,
-                    frozenset(effects.claims),
-                    frozenset(effects.settled),
-                )
-            )
+            self.report(Change.of(effects))
 
 
 class InlineStore(_SQLiteStore):
@@ -789,8 +782,9 @@ async def watch_file(
 
 
 async def _watch_doorbell(store: _SQLiteStore, owner_lock: OwnerLock) -> None:
-    while await owner_lock.wait_rung():
-        store.report(ELSEWHERE)
+    while rings := await owner_lock.wait_rung():
+        for told in rings:
+            store.report(Change.heard(told))
 
 
 # -- opening --------------------------------------------------------------------------------------

@@ -49,8 +49,8 @@ NAMED = re.compile(r"(?<!:):([a-z_]+)")
 DEFAULT_SCHEMA = "trio_watchdog"
 """The PostgreSQL schema that holds the tables unless another is named."""
 
-NOTIFY = "select pg_notify(%s, '')"
-"""Wakes whoever listens, when the transaction commits. PostgreSQL's own, so in its own style."""
+NOTIFY = "select pg_notify(%s, %s)"
+"""Tells whoever listens, when the transaction commits. PostgreSQL's own, so in its own style."""
 
 
 def channel(schema: str) -> str:

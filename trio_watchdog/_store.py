@@ -9,6 +9,7 @@ to them by rules.
 
 from __future__ import annotations
 
+import json
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -19,6 +20,7 @@ import trio
 from attrs import frozen
 
 from . import _wishes as wishes
+from ._calls import Effects
 from ._errors import StoreInvalid, WatchdogError
 from ._model import (
     Admission,
@@ -40,6 +42,9 @@ from ._rules import Settle
 from ._wishes import Claimed, Reconciled, Recorded, Renewal, Reserved, Returned, Wish
 
 R = TypeVar("R")
+
+TOLD_LIMIT = 1000
+"""Characters in which a change is told to other processes; a longer one is told as any change."""
 
 Project = Callable[[QueueTransition, Any], Awaitable[None] | None]
 """A projector: called inside the transaction, with the store's own connection.
@@ -71,6 +76,31 @@ class Change:
     cancelled: bool = False
     claims: frozenset[str] = frozenset()
     settled: frozenset[str] = frozenset()
+
+    @staticmethod
+    def of(effects: Effects) -> Change:
+        """What a transaction has changed."""
+        return Change(
+            effects.lanes,
+            effects.cancelled,
+            frozenset(effects.claims),
+            frozenset(effects.settled),
+        )
+
+    def told(self) -> str:
+        """What other processes are told; empty, which is `ELSEWHERE`, where it would be long."""
+        text = json.dumps([dict(self.lanes), self.cancelled, sorted(self.claims)])
+        return text if len(text) <= TOLD_LIMIT else ""
+
+    @staticmethod
+    def heard(text: str | bytes) -> Change:
+        """The change that another process tells; `ELSEWHERE` when it is not as `told` has it."""
+        try:
+            lanes, cancelled, claims = json.loads(text)
+            due = {str(lane): int(instant) for lane, instant in lanes.items()}
+            return Change(due, bool(cancelled), frozenset(map(str, claims)))
+        except (ValueError, TypeError, AttributeError, OverflowError, RecursionError):
+            return ELSEWHERE
 
 
 ELSEWHERE = Change({}, cancelled=True)

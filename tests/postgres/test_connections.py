@@ -9,6 +9,7 @@ import os
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from datetime import UTC, datetime
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -26,7 +27,7 @@ from trio_watchdog import _statements as sql
 from trio_watchdog import _wishes as w
 from trio_watchdog._borrowed import enqueue_statement, transactional
 from trio_watchdog._errors import StoreInvalid, StoreUnavailable, WatchdogError
-from trio_watchdog._model import Job, Outcome, Recovery, RetryPolicy
+from trio_watchdog._model import Job, Outcome, Recovery, RetryPolicy, to_milliseconds
 from trio_watchdog._postgres import PostgresStore, Session, open_postgres_store
 from trio_watchdog._psycopg import TrioConnection
 from trio_watchdog._psycopg_errors import is_refusal, store_error
@@ -89,23 +90,27 @@ async def renewing(store: Store) -> AsyncIterator[Renewer]:
 
 
 class Ear:
-    """Waits for what a store reports of others."""
+    """Waits for what a store, which changes nothing itself, reports of others."""
 
     def __init__(self, store: Store) -> None:
         self._event = trio.Event()
         self.count = 0
+        self._last = ELSEWHERE
         store.on_change.append(self)
 
     def __call__(self, change: Change) -> None:
-        if change is ELSEWHERE:
-            self.count += 1
-            self._event.set()
+        self.count += 1
+        self._last = change
+        self._event.set()
 
-    async def hears(self, action: Callable[[], Awaitable[object]], within: float = PROMPT) -> None:
+    async def hears(
+        self, action: Callable[[], Awaitable[object]], within: float = PROMPT
+    ) -> Change:
         self._event = trio.Event()
         await action()
         with trio.fail_after(within):
             await self._event.wait()
+        return self._last
 
 
 async def is_back(store: Store, within: float = 20.0) -> None:
@@ -352,18 +357,24 @@ async def test_each_change_that_others_care_for_is_told_once_it_is_committed(
         await nursery.start(other.watch)
         ear = Ear(store)
         policy = RetryPolicy(3, delay=0.001)
-        await ear.hears(lambda: other.enqueue(Job("l", id="A", queue="q")))
-        await ear.hears(lambda: other.enqueue_many([Job("l", id="B", queue="q")]))
-        await ear.hears(lambda: other.enqueue_select("select 'l' as lane, 'C' as id, 'q' as queue"))
+        work = Change({"l": 0})
+        assert await ear.hears(lambda: other.enqueue(Job("l", id="A", queue="q"))) == work
+        later = Job("m", id="L", not_before=datetime(2100, 1, 1, tzinfo=UTC))
+        heard = await ear.hears(lambda: other.enqueue(later))
+        assert heard == Change({"m": to_milliseconds(later.not_before)})
+        assert await ear.hears(lambda: other.enqueue_many([Job("l", id="B", queue="q")])) == work
+        select = "select 'l' as lane, 'C' as id, 'q' as queue"
+        assert await ear.hears(lambda: other.enqueue_select(select)) == work
         await other.claim("l", "t")
-        await ear.hears(lambda: other.retry("A", "t", policy))
+        assert set((await ear.hears(lambda: other.retry("A", "t", policy))).lanes) == {"l"}
         await trio.sleep(0.01)
         await other.claim("l", "u")
-        await ear.hears(lambda: other.decide("A", "u", COMPLETED))
-        await ear.hears(lambda: other.cancel("B", "c"))
+        assert await ear.hears(lambda: other.decide("A", "u", COMPLETED)) == work
+        # What a cancellation will find is not known when it is sent.
+        assert await ear.hears(lambda: other.cancel("B", "c")) is ELSEWHERE
         assert (await store.read("B")).cancellation_id == "c"  # type: ignore[union-attr]
-        await ear.hears(other.settle_cancelled)
-        await ear.hears(lambda: other.fail_lane("l", "because"))
+        assert await ear.hears(other.settle_cancelled) == work
+        assert await ear.hears(lambda: other.fail_lane("l", "because")) is ELSEWHERE
         # What concerns nobody is told nobody: a claim, a renewal, a read, a decision that frees
         # nothing.
         await ear.hears(lambda: other.enqueue(Job("l", id="D")))

@@ -20,7 +20,7 @@ from trio_watchdog._model import Job, Outcome
 from trio_watchdog._postgres import LOCK_SECONDS, PostgresStore, open_postgres_store
 from trio_watchdog._psycopg import TrioConnection
 from trio_watchdog._rules import Settle
-from trio_watchdog._store import ELSEWHERE, Change, Store
+from trio_watchdog._store import Change, Store
 
 SCHEMA = "transactions"
 COMPLETED = Settle(Outcome.COMPLETED)
@@ -55,9 +55,8 @@ class Ear:
         self.count = 0
 
     def __call__(self, change: Change) -> None:
-        if change is ELSEWHERE:
-            self.count += 1
-            self._heard.set()
+        self.count += 1
+        self._heard.set()
 
     @contextlib.asynccontextmanager
     async def listening(self) -> AsyncIterator[Ear]:

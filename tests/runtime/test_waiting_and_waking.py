@@ -318,6 +318,42 @@ async def test_a_clock_that_cannot_be_told_leaves_the_alarm_to_the_poll():
     assert scope.cancelled_caught
 
 
+@pytest.mark.parametrize(
+    "change",
+    [
+        Change({}),
+        Change({"mail": 0, "fäx\n": 5}),
+        Change({"mail": 7}, cancelled=True, claims=frozenset(("a", "b"))),
+    ],
+)
+def test_what_others_are_told_of_a_change_is_what_they_hear(change: Change):
+    assert Change.heard(change.told()) == change
+    assert Change.heard(change.told().encode()) == change
+
+
+@pytest.mark.parametrize(
+    "told",
+    [
+        "",
+        b"",
+        b"\0",
+        b"\xff\xfe",
+        "[" * 100_000,
+        "null",
+        "[]",
+        "[[], false, []]",
+        '[{"mail": "soon"}, false, []]',
+        '[{"mail": 0}, false, 5]',
+        '[{"mail": NaN}, false, []]',
+        '[{"mail": Infinity}, false, []]',
+        Change({f"lane {n}": n for n in range(1000)}).told(),
+        Change({}, claims=frozenset(map(str, range(1000)))).told(),
+    ],
+)
+def test_what_is_not_understood_or_too_long_to_tell_may_be_anything(told: str | bytes):
+    assert Change.heard(told) is ELSEWHERE
+
+
 def test_changes_ring_those_whom_they_concern():
     doorbell = Doorbell(lambda: 0)
     mail, others = doorbell.lane("mail"), doorbell.lane(None)

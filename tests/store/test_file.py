@@ -16,6 +16,7 @@ import threading
 import time
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import closing, contextmanager
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, cast
 
@@ -216,7 +217,7 @@ def test_owners_come_and_go_beside_each_other_all_the_time(path: Path) -> None:
     async def come_and_go() -> None:
         for _ in range(300):
             with OwnerLock(path) as lock:
-                lock.ring_others()
+                lock.ring_others("")
 
     def run() -> None:
         try:
@@ -637,11 +638,7 @@ async def is_heard_within(seconds: float, store: Store, commit: Any, *, count: i
     found: list[float] = []
     heard = trio.Event()
 
-    def hear(change: Change) -> None:
-        if change is ELSEWHERE:
-            heard.set()
-
-    store.on_change.append(hear)
+    store.on_change.append(lambda _: heard.set())
     async with trio.open_nursery() as nursery:
         await nursery.start(store.watch)
         while len(found) < count or statistics.median(found[-count:]) > seconds:
@@ -677,6 +674,32 @@ async def test_a_foreign_connections_commit_is_reported_soon(path: Path) -> None
                 foreign.commit()
 
             await is_heard_within(0.2, store, commit)
+
+
+async def test_other_stores_are_told_what_a_commit_concerns(path: Path) -> None:
+    send, heard = trio.open_memory_channel[Change](100)
+    async with (
+        open_store(path) as store,
+        open_store(path) as other,
+        trio.open_nursery() as nursery,
+    ):
+        await nursery.start(store.watch)
+        store.on_change.append(send.send_nowait)
+
+        async def is_heard(change: Change) -> None:
+            # Whoever looks at the file's time stamp hears that something has changed as well.
+            with trio.fail_after(20):
+                while await heard.receive() != change:
+                    pass
+
+        await other.enqueue(Job("a", id="j"))
+        await is_heard(Change({"a": 0}))
+        await other.enqueue(Job("b", not_before=datetime(2100, 1, 1, tzinfo=UTC)))
+        await is_heard(Change({"b": 4102444800000}))
+        assert (await other.claim("a", "t")).job is not None
+        await other.cancel("j", "c")
+        await is_heard(Change({}, cancelled=True, claims=frozenset("j")))
+        nursery.cancel_scope.cancel()
 
 
 async def test_a_stores_own_commits_are_not_reported_as_somebody_elses(path: Path) -> None:

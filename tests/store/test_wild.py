@@ -601,7 +601,7 @@ class Stamps:
     def has_newly_dead(self) -> bool:
         return False
 
-    async def wait_rung(self) -> bool:
+    async def wait_rung(self) -> set[bytes]:
         await trio.sleep_forever()
         raise AssertionError("unreachable")
 

@@ -15,7 +15,6 @@ from ._identity import fresh_id
 from ._model import Admission, CancellationResult, Job, QueueHead, check_job
 from ._operations import Call, Effects, Operation
 from ._psycopg_errors import store_error
-from ._store import Change
 from ._wishes import Cancel, Enqueue
 
 T = TypeVar("T")
@@ -105,7 +104,7 @@ class PostgresTransaction(_Common):
                         step = operation.send(rows)
                     except StopIteration as stop:
                         if effects.concern_others:
-                            cursor.execute(sql.NOTIFY, (self._channel, Change.of(effects).told()))
+                            cursor.execute(sql.NOTIFY, (self._channel,))
                         return cast("T", stop.value)
                     call = cast("Call", step)
                     cursor.execute(*self._rendered(call))
@@ -146,9 +145,7 @@ class AsyncPostgresTransaction(_Common):
                         step = operation.send(rows)
                     except StopIteration as stop:
                         if effects.concern_others:
-                            await cursor.execute(
-                                sql.NOTIFY, (self._channel, Change.of(effects).told())
-                            )
+                            await cursor.execute(sql.NOTIFY, (self._channel,))
                         return cast("T", stop.value)
                     call = cast("Call", step)
                     await cursor.execute(*self._rendered(call))

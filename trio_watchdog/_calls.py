@@ -7,7 +7,6 @@ in `Effects`, what others will want to know once its transaction has been commit
 from __future__ import annotations
 
 import json
-from collections import Counter
 from collections.abc import Generator, Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -46,7 +45,7 @@ class Effects:
     settled: set[str] = field(factory=set[str])
     transitions: list[tuple[str, str | None]] = field(factory=list[tuple[str, "str | None"]])
     """Queue and settled job id of each transition, in order, for the projector."""
-    _now: Counter[str] = field(factory=Counter[str])
+    _now: dict[str, int] = field(factory=dict[str, int])
     _later: dict[str, int] = field(factory=dict[str, int])
 
     def claimable(self, lane: str, due: int, count: int = 1) -> None:
@@ -54,16 +53,21 @@ class Effects:
         if due > 0:
             self._later[lane] = min(due, self._later.get(lane, due))
         else:
-            self._now[lane] += count
+            self._now[lane] = self._now.get(lane, 0) + count
 
     def claimed(self, lane: str) -> None:
         """A job of the lane is not claimable any more: nobody need be woken for one of those."""
-        self._now[lane] = max(self._now[lane] - 1, 0)
+        self._now[lane] = max(self._now.get(lane, 0) - 1, 0)
 
     @property
     def lanes(self) -> dict[str, int]:
         """Lane to the earliest instant at which a job of it may be claimable; 0 is now."""
         return self._later | {lane: 0 for lane, count in self._now.items() if count}
+
+    @property
+    def later(self) -> int | None:
+        """The earliest instant at which jobs may be claimable that are not now."""
+        return min(self._later.values(), default=None)
 
     def moved(self, queue: str, settled_id: str | None = None) -> None:
         """Something about the queue changed."""
@@ -80,7 +84,8 @@ class Effects:
         """Add what another transaction did."""
         for lane, due in other._later.items():
             self.claimable(lane, due)
-        self._now.update(other._now)
+        for lane, count in other._now.items():
+            self.claimable(lane, 0, count)
         self.cancelled |= other.cancelled
         self.claims |= other.claims
         self.settled |= other.settled

@@ -1112,6 +1112,8 @@ claims late, so that they see all of it; reads last, so that they see what the b
 
 ORDER = {kind: position for position, kind in enumerate(OPERATIONS)}
 
+KINDS = list(OPERATIONS.values())
+
 READS = frozenset(
     {
         w.CheckRows,
@@ -1153,5 +1155,4 @@ def plan(asked: Sequence[w.Wish[Any]]) -> list[tuple[Kind, list[int]]]:
             turn = seen.get((kind, subject), 0)
             seen[kind, subject] = turn + 1
         steps.setdefault((ORDER[kind], turn), []).append(position)
-    kinds = list(OPERATIONS.values())
-    return [(kinds[order], steps[order, turn]) for order, turn in sorted(steps)]
+    return [(KINDS[order], steps[order, turn]) for order, turn in sorted(steps)]

@@ -28,6 +28,9 @@ except ImportError:  # Windows: no such lock, so a killed owner is known by its 
 _RING_LIMIT = 4096
 """Bytes of a ring; more than any of ours has."""
 
+_RINGS_KEPT = 8
+"""Rings that wait to be heard, on every system; further ones may be lost."""
+
 _SOCKET_PATH_LIMIT = 100
 """Bytes of a socket's path that every system takes (the least limit is 104)."""
 
@@ -186,21 +189,23 @@ class OwnerLock:
         if self._sender is None:
             return
         for owner in self._others():
-            # Full: the file's time stamp tells what this would have. Refused or absent: nobody
-            # listens there.
+            # Full: whoever hears it knows. Refused or absent: nobody listens there.
             with contextlib.suppress(OSError):
                 self._sender.sendto(told.encode(), self._address(owner))
 
     async def wait_rung(self) -> set[bytes]:
-        """Wait for rings by other stores; says what they tell. Nothing: there is no doorbell."""
+        """Wait for rings by other stores; says what they tell. Nothing: there is no doorbell.
+
+        So many at once that there may have been more are one empty ring.
+        """
         if self._socket is None:
             return set()
-        rings = {await self._socket.recv(_RING_LIMIT)}
+        rings = [await self._socket.recv(_RING_LIMIT)]
         with contextlib.suppress(BlockingIOError):
             while True:
                 # The raw socket never blocks; Trio's would wait.
-                rings.add(os.read(self._socket.fileno(), _RING_LIMIT))
-        return rings
+                rings.append(os.read(self._socket.fileno(), _RING_LIMIT))
+        return set(rings) if len(rings) < _RINGS_KEPT else {b""}
 
     def _open_doorbell(self) -> None:
         if not hasattr(socket, "AF_UNIX"):
@@ -225,8 +230,7 @@ class OwnerLock:
 
     def _address(self, owner: str) -> str:
         path = str(self._socket_path(owner))
-        relative = os.path.relpath(path)
-        return min(path, relative, key=len)
+        return path if len(os.fsencode(path)) <= _SOCKET_PATH_LIMIT else os.path.relpath(path)
 
 
 def _bind(listener: trio.socket.SocketType, address: str) -> None:

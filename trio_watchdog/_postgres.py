@@ -107,6 +107,9 @@ CHECK_SECONDS = 5.0
 NOTIFY_SECONDS = 0.01
 """Notifications of lanes are sent together, at most once in so many seconds."""
 
+TOLD_AT_ONCE = 100
+"""Notifications that are told one by one; more at once are any change."""
+
 PARAMETER_LIMIT = 65535
 """Parameters that one statement may have: the protocol counts them in two bytes."""
 
@@ -935,7 +938,7 @@ class PostgresStore(Store):
                 told = await self._callers.listened(connection)
             except psycopg.Error as error:
                 raise store_error(error, "listening") from error
-            for text in told:
+            for text in told if len(told) <= TOLD_AT_ONCE else ("",):
                 self.report(Change.heard(text))
             return bool(told)
         # A half-open connection looks like silence.
@@ -966,7 +969,8 @@ class PostgresStore(Store):
         try:
             await self._callers.step([], {"channel": self._channel, "told": told})
         except WatchdogError as error:
-            # Only a hint: the others find it at their next poll.
+            # Only a hint: the others find it at their next poll, or hear it with the next one.
+            self._untold.merge(untold)
             logger.debug("a notification was not sent: %s", error)
 
     async def _look_after_notes(self) -> None:

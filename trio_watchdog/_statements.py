@@ -49,8 +49,11 @@ NAMED = re.compile(r"(?<!:):([a-z_]+)")
 DEFAULT_SCHEMA = "trio_watchdog"
 """The PostgreSQL schema that holds the tables unless another is named."""
 
-NOTIFY = "select pg_notify(%s, %s)"
-"""Tells whoever listens, when the transaction commits. PostgreSQL's own, so in its own style."""
+NOTIFY = "select pg_notify(%s, '')"
+"""Wakes whoever listens, when the transaction commits. PostgreSQL's own, so in its own style.
+
+Without a word of what concerns whom, so that many in one transaction are one.
+"""
 
 
 def channel(schema: str) -> str:
@@ -257,20 +260,16 @@ _TEXT = "{0} < x''"
 _TEXT_OR_NULL = "({0} is null or {0} < x'')"
 _INTEGER = "{0} | 0 = {0}"
 _INTEGER_OR_NULL = "({0} is null or {0} | 0 = {0})"
+# The one number that `|` takes for equal, and is none of these, is below zero.
+_INSTANT_OR_NULL = "({0} is null or ({0} | 0 = {0} and {0} >= 0))"
 _SQLITE_TYPES = " and ".join(
     kind.format(name)
     for kind, names in {
         _TEXT: ("id", "queue", "lane", "payload", "state"),
         _TEXT_OR_NULL: ("token", "owner", "cancellation_id", "reason"),
         _INTEGER: ("priority", "not_before", "attempt_count", "attempt_open", "recovery_count"),
-        _INTEGER_OR_NULL: (
-            "lease_until",
-            "window_began_at",
-            "settled_group",
-            "settled_at",
-            "max_recoveries",
-            "recovery_window",
-        ),
+        _INTEGER_OR_NULL: ("lease_until", "max_recoveries", "recovery_window"),
+        _INSTANT_OR_NULL: ("window_began_at", "settled_group", "settled_at"),
     }.items()
     for name in names
 )

@@ -23,6 +23,7 @@ from . import _wishes as wishes
 from ._calls import Effects
 from ._errors import StoreInvalid, WatchdogError
 from ._model import (
+    INSTANT_LIMIT,
     Admission,
     CancellationResult,
     CompletingJob,
@@ -36,6 +37,7 @@ from ._model import (
     SettledPage,
     StoredJob,
     WakeState,
+    check_integer,
 )
 from ._payload import PAYLOAD_LIMIT
 from ._rules import Settle
@@ -69,13 +71,15 @@ class Change:
 
     ``lanes`` maps each lane to the earliest instant (ms since the epoch; 0: now) at which one of
     its jobs may be claimable. ``cancelled``: queued jobs were cancelled. ``claims``: ids whose
-    running claims should be looked at. `ELSEWHERE` stands for changes made by others.
+    running claims should be looked at. ``later``: the earliest instant at which jobs may be
+    claimable that are not now. `ELSEWHERE` stands for changes made by others.
     """
 
     lanes: Mapping[str, int]
     cancelled: bool = False
     claims: frozenset[str] = frozenset()
     settled: frozenset[str] = frozenset()
+    later: int | None = None
 
     @staticmethod
     def of(effects: Effects) -> Change:
@@ -85,22 +89,28 @@ class Change:
             effects.cancelled,
             frozenset(effects.claims),
             frozenset(effects.settled),
+            effects.later,
         )
 
     def told(self) -> str:
         """What other processes are told; empty, which is `ELSEWHERE`, where it would be long."""
-        text = json.dumps([dict(self.lanes), self.cancelled, sorted(self.claims)])
+        text = json.dumps([dict(self.lanes), self.cancelled, sorted(self.claims), self.later])
         return text if len(text) <= TOLD_LIMIT else ""
 
     @staticmethod
     def heard(text: str | bytes) -> Change:
         """The change that another process tells; `ELSEWHERE` when it is not as `told` has it."""
         try:
-            lanes, cancelled, claims = json.loads(text)
-            due = {str(lane): int(instant) for lane, instant in lanes.items()}
-            return Change(due, bool(cancelled), frozenset(map(str, claims)))
+            lanes, cancelled, claims, later = json.loads(text)
+            due = {str(lane): _heard_instant(instant) for lane, instant in lanes.items()}
+            later = None if later is None else _heard_instant(later)
+            return Change(due, bool(cancelled), frozenset(map(str, claims)), later=later)
         except (ValueError, TypeError, AttributeError, OverflowError, RecursionError):
             return ELSEWHERE
+
+
+def _heard_instant(value: Any) -> int:
+    return check_integer(value, "instant", 0, INSTANT_LIMIT)
 
 
 ELSEWHERE = Change({}, cancelled=True)

@@ -64,13 +64,14 @@ class Alarm:
 
     def __init__(self, now: Callable[[], int | None]) -> None:
         self._now = now
-        self._instant: int | None = None
+        self.instant: int | None = None
+        """When it goes off; None: it is off."""
         self._earlier = Bell()
 
     def arm(self, instant: int) -> None:
         """Go off at ``instant``, unless something earlier is known."""
-        if self._instant is None or instant < self._instant:
-            self._instant = instant
+        if self.instant is None or instant < self.instant:
+            self.instant = instant
             self._earlier.ring_all()
 
     async def wait(self) -> int:
@@ -83,10 +84,10 @@ class Alarm:
             ticket = self._earlier.ticket
             delay = math.inf
             now = self._now()
-            if self._instant is not None and now is not None:
-                delay = (self._instant - now) / 1000
-            if self._instant is not None and delay <= 0:
-                instant, self._instant = self._instant, None
+            if self.instant is not None and now is not None:
+                delay = (self.instant - now) / 1000
+            if self.instant is not None and delay <= 0:
+                instant, self.instant = self.instant, None
                 await trio.lowlevel.checkpoint()
                 return instant
             with trio.move_on_after(min(delay, HOP)):
@@ -100,6 +101,7 @@ class Doorbell:
     """
 
     def __init__(self, now: Callable[[], int | None]) -> None:
+        self._now = now
         self.alarm = Alarm(now)
         self.supervisor = Bell()
         """Rung when cancelled, completing or disappeared jobs may need a hand."""
@@ -142,8 +144,11 @@ class Doorbell:
             bell = self._worked(lane)
             if due > 0:
                 self.alarm.arm(due)
-            elif bell is not None:
+            # Also for an instant that has passed: whom the alarm wakes may be busy.
+            if bell is not None and due <= (self._now() or due):
                 bell.ring()
+        if change.later is not None:
+            self.alarm.arm(change.later)
         if change.claims:
             self._claims |= change.claims
             self.claims.ring_all()

@@ -361,7 +361,8 @@ async def test_each_change_that_others_care_for_is_told_once_it_is_committed(
         assert await ear.hears(lambda: other.enqueue(Job("l", id="A", queue="q"))) == work
         later = Job("m", id="L", not_before=datetime(2100, 1, 1, tzinfo=UTC))
         heard = await ear.hears(lambda: other.enqueue(later))
-        assert heard == Change({"m": to_milliseconds(later.not_before)})
+        due = to_milliseconds(later.not_before)
+        assert heard == Change({"m": due}, later=due)
         assert await ear.hears(lambda: other.enqueue_many([Job("l", id="B", queue="q")])) == work
         select = "select 'l' as lane, 'C' as id, 'q' as queue"
         assert await ear.hears(lambda: other.enqueue_select(select)) == work
@@ -385,6 +386,32 @@ async def test_each_change_that_others_care_for_is_told_once_it_is_committed(
         await other.read("D")
         await trio.sleep(0.2)
         assert ear.count == count
+        nursery.cancel_scope.cancel()
+
+
+async def test_what_could_not_be_told_is_told_with_the_next(
+    postgres_database: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with (
+        open_postgres_store(postgres_database) as store,
+        open_postgres_store(postgres_database) as other,
+        trio.open_nursery() as nursery,
+    ):
+        for lane in ("l", "m"):
+            await other.enqueue(Job(lane, id=lane))
+            assert (await other.claim(lane, f"token {lane}")).job is not None
+        await nursery.start(store.watch)
+        ear = Ear(store)
+
+        async def refuse(*_: Any, **__: Any) -> None:
+            raise StoreUnavailable("away")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(other._callers, "step", refuse)
+            await other.hand_off("l", "token l")
+        heard = await ear.hears(lambda: other.hand_off("m", "token m"))
+        assert heard == Change({"l": 0, "m": 0})
+        assert ear.count == 1
         nursery.cancel_scope.cancel()
 
 

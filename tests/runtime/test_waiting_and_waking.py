@@ -10,7 +10,8 @@ import trio
 from trio.testing import wait_all_tasks_blocked
 
 from trio_watchdog import Job, RunningJob, StoreInvalid, WakeState, Watchdog
-from trio_watchdog._model import to_instant
+from trio_watchdog._calls import Effects
+from trio_watchdog._model import INSTANT_LIMIT, to_instant
 from trio_watchdog._store import ELSEWHERE, Change
 from trio_watchdog._wake import Alarm, Bell, Doorbell
 
@@ -323,7 +324,7 @@ async def test_a_clock_that_cannot_be_told_leaves_the_alarm_to_the_poll():
     [
         Change({}),
         Change({"mail": 0, "fäx\n": 5}),
-        Change({"mail": 7}, cancelled=True, claims=frozenset(("a", "b"))),
+        Change({"mail": 7}, cancelled=True, claims=frozenset(("a", "b")), later=7),
     ],
 )
 def test_what_others_are_told_of_a_change_is_what_they_hear(change: Change):
@@ -341,17 +342,41 @@ def test_what_others_are_told_of_a_change_is_what_they_hear(change: Change):
         "[" * 100_000,
         "null",
         "[]",
-        "[[], false, []]",
-        '[{"mail": "soon"}, false, []]',
-        '[{"mail": 0}, false, 5]',
-        '[{"mail": NaN}, false, []]',
-        '[{"mail": Infinity}, false, []]',
+        "[{}, false, []]",
+        "[[], false, [], null]",
+        '[{"mail": "soon"}, false, [], null]',
+        '[{"mail": 0}, false, 5, null]',
+        '[{"mail": NaN}, false, [], null]',
+        '[{"mail": Infinity}, false, [], null]',
+        '[{"mail": -1}, false, [], null]',
+        f'[{{"mail": 1{400 * "0"}}}, false, [], null]',
+        f"[{{}}, false, [], {INSTANT_LIMIT + 1}]",
         Change({f"lane {n}": n for n in range(1000)}).told(),
         Change({}, claims=frozenset(map(str, range(1000)))).told(),
     ],
 )
 def test_what_is_not_understood_or_too_long_to_tell_may_be_anything(told: str | bytes):
     assert Change.heard(told) is ELSEWHERE
+
+
+def test_a_change_has_what_is_due_later_beside_what_is_due_now():
+    effects = Effects(0)
+    for due in (30, 0, 20):
+        effects.claimable("mail", due)
+    change = Change.of(effects)
+    assert (change.lanes, change.later) == ({"mail": 0}, 20)
+    doorbell = Doorbell(lambda: None)
+    mail = doorbell.lane("mail")
+    doorbell.hear(change)
+    assert (mail.ticket, doorbell.alarm.instant) == (1, 20)
+
+
+@pytest.mark.parametrize(("due", "rings"), [(0, 1), (99, 1), (100, 1), (101, 0)])
+def test_what_has_become_due_meanwhile_rings_at_once(due: int, rings: int):
+    doorbell = Doorbell(lambda: 100)
+    mail = doorbell.lane("mail")
+    doorbell.hear(Change({"mail": due}))
+    assert mail.ticket == rings
 
 
 def test_changes_ring_those_whom_they_concern():

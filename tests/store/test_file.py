@@ -695,11 +695,23 @@ async def test_other_stores_are_told_what_a_commit_concerns(path: Path) -> None:
         await other.enqueue(Job("a", id="j"))
         await is_heard(Change({"a": 0}))
         await other.enqueue(Job("b", not_before=datetime(2100, 1, 1, tzinfo=UTC)))
-        await is_heard(Change({"b": 4102444800000}))
+        await is_heard(Change({"b": 4102444800000}, later=4102444800000))
         assert (await other.claim("a", "t")).job is not None
         await other.cancel("j", "c")
         await is_heard(Change({}, cancelled=True, claims=frozenset("j")))
         nursery.cancel_scope.cancel()
+
+
+async def test_so_many_rings_that_some_may_be_lost_are_any_change(path: Path) -> None:
+    with OwnerLock(path) as lock, OwnerLock(path) as other:
+        for told in ("a", "b", "b"):
+            other.ring_others(told)
+        assert await lock.wait_rung() == {b"a", b"b"}
+        for n in range(100):
+            other.ring_others(f"{n}")
+        assert await lock.wait_rung() == {b""}
+        other.ring_others("again")
+        assert await lock.wait_rung() == {b"again"}
 
 
 async def test_a_stores_own_commits_are_not_reported_as_somebody_elses(path: Path) -> None:

@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 from collections import defaultdict
 from collections.abc import Awaitable, Callable
@@ -303,31 +304,40 @@ async def a_store_that_did_nothing_tells_nothing(open_store: StoreMaker) -> None
 
 @store_check("beside")
 async def what_another_store_does_is_reported(open_store: StoreMaker) -> None:
-    async with open_store() as (store, _), open_store.beside(store) as other:
-        changes: list[Change] = []
-        heard = trio.Event()
+    async with open_store() as (store, clock), open_store.beside(store) as other:
+        send, receive = trio.open_memory_channel[Change](1000)
 
-        def hear(change: Change) -> None:
-            changes.append(change)
-            if change is ELSEWHERE:
-                heard.set()
+        async def is_reported(
+            action: Callable[[], Awaitable[Any]], concerns: Callable[[Change], bool]
+        ) -> None:
+            with contextlib.suppress(trio.WouldBlock):
+                while True:
+                    receive.receive_nowait()
+            await action()
+            with trio.fail_after(5):
+                async for change in receive:
+                    if change is ELSEWHERE or concerns(change):
+                        return
 
         async with trio.open_nursery() as nursery:
             await nursery.start(store.watch)
-            store.on_change.append(hear)
-
-            async def reported(action: Callable[[], Awaitable[Any]]) -> None:
-                nonlocal heard
-                heard = trio.Event()
-                await action()
-                with trio.fail_after(5):
-                    await heard.wait()
-
-            await reported(lambda: other.enqueue(Job("a", id="j")))
-            await reported(lambda: other.cancel("j", "c"))
-            await reported(lambda: other.enqueue_many([Job("b"), Job("b")]))
-            running = await claim(store, "b")
-            await reported(lambda: other.hand_off(running.id, running.token))
+            store.on_change.append(send.send_nowait)
+            job = Job("a", id="j", queue="q")
+            await is_reported(lambda: other.enqueue(job), lambda c: c.lanes.get("a") == 0)
+            await is_reported(
+                lambda: other.cancel("j", "c"), lambda c: c.cancelled and "j" in c.claims
+            )
+            # What is due later is told beside what is due now.
+            jobs = [Job("b", not_before=clock.instant(1000)), Job("b"), Job("c")]
+            await is_reported(
+                lambda: other.enqueue_many(jobs),
+                lambda c: c.lanes.get("b") == 0 and c.later is not None,
+            )
+            running = await claim(store, "c")
+            await is_reported(
+                lambda: other.hand_off(running.id, running.token),
+                lambda c: c.lanes.get("c") == 0,
+            )
             nursery.cancel_scope.cancel()
 
 

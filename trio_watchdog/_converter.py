@@ -10,6 +10,7 @@ a union such as `StoredJob` structures back by it.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections import deque
 from collections.abc import (
@@ -652,3 +653,16 @@ def structure_payload(payload: Any, cls: Any) -> Any:
     Raises `InvalidJob` with one line that says where what was expected, and what was found.
     """
     return converter.structure_payload(payload, cls)
+
+
+def check_payload_class(cls: Any) -> None:
+    """Raise `TypeError` if no payload could be structured to ``cls``, whatever it is."""
+    try:
+        hash(cls)
+        # None need not fit.
+        with contextlib.suppress(InvalidJob):
+            structure_payload(None, cls)
+    except (TypeError, StructureHandlerNotFoundError) as error:
+        raise TypeError(
+            f"payload is {cls!r:.80}, to which nothing can be structured: {error}"
+        ) from error

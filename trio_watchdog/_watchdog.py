@@ -19,6 +19,7 @@ from attrs import frozen
 
 from ._chores import Chores
 from ._client import Client, fresh_random, open_client, unwrapped
+from ._converter import check_payload_class
 from ._errors import shown
 from ._lane import (
     OTHERS,
@@ -115,7 +116,8 @@ class Watchdog(Client):
         called again, and the queue waits. ``payload``: a class to which the payload is
         structured; a payload that does not fit fails its job.
 
-        Raises `ValueError` when the lane is started already, and for values out of range.
+        Raises `ValueError` when the lane is started already, and for values out of range;
+        `TypeError` for a ``payload`` to which nothing can be structured.
         """
         plan = Plan(name, handler, workers, retry, timeout, on_completing, payload)
         self._check_startable([plan])
@@ -138,6 +140,8 @@ class Watchdog(Client):
         for plan in plans:
             if plan.key in runtime.lanes:
                 raise ValueError(f"lane {plan.name!r} is already started here")
+            if plan.payload is not None:
+                check_payload_class(plan.payload)
         keys = {*runtime.lanes, *(plan.key for plan in plans)}
         if None in keys and len(keys) - 1 > OTHERS_LIMIT:
             raise ValueError(f"{len(keys) - 1} lanes beside OTHERS; {OTHERS_LIMIT} are allowed")

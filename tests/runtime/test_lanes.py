@@ -209,6 +209,9 @@ async def test_a_lane_can_be_started_only_once(open_it):
         ({"timeout": 0}, "timeout is 0 seconds"),
         ({"retry": 3}, "retry is 3"),
         ({"on_completing": 3}, "on_completing is 3"),
+        ({"payload": 5}, "payload is 5, to which nothing can be structured"),
+        ({"payload": {"n": int}}, "nothing can be structured: unhashable"),
+        ({"payload": object}, "payload is <class 'object'>, to which nothing"),
     ],
 )
 async def test_a_lane_that_cannot_work_is_refused(open_it, options, message):

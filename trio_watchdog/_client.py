@@ -55,6 +55,9 @@ R = TypeVar("R")
 FIRST_LOOK = 0.05
 """Seconds until `Client.wait_settled` looks for the second time; longer each time after that."""
 
+LONGEST_LOOK = 1.0
+"""Seconds between two of its looks at most."""
+
 
 MADE_AT_ONCE = 100
 """Jobs that `Client.enqueue_many` takes from a generator in one step of the event loop: 1 ms."""
@@ -268,7 +271,7 @@ class Client:
                 raise StoreInvalid(f"there is no job {id!r} to wait for")
             with trio.move_on_after(delay):
                 await bell.wait(ticket)
-            delay = min(delay * 1.5, self._poll)
+            delay = min(delay * 1.5, LONGEST_LOOK, self._poll)
 
 
 # -- opening --------------------------------------------------------------------------------------

@@ -11,7 +11,8 @@ from trio.testing import wait_all_tasks_blocked
 
 from trio_watchdog import Job, RunningJob, StoreInvalid, WakeState, Watchdog
 from trio_watchdog._calls import Effects
-from trio_watchdog._model import INSTANT_LIMIT, to_instant
+from trio_watchdog._model import INSTANT_LIMIT, Outcome, to_instant
+from trio_watchdog._rules import Settle
 from trio_watchdog._store import ELSEWHERE, Change
 from trio_watchdog._wake import Alarm, Bell, Doorbell
 
@@ -104,6 +105,27 @@ async def test_without_any_notification_the_slow_poll_finds_what_is_due(open_it,
         began = trio.current_time()
         await watchdog.wait_settled("x")
         assert trio.current_time() - began < 5.1
+
+
+async def test_a_settlement_that_nobody_tells_of_is_seen_within_a_second(open_it, store):
+    async with open_it(poll=1000) as watchdog, trio.open_nursery() as nursery:
+        await watchdog.enqueue(Job("mail", id="x"))
+        seen_at: list[float] = []
+
+        async def wait() -> None:
+            await watchdog.wait_settled("x")
+            seen_at.append(trio.current_time())
+
+        nursery.start_soon(wait)
+        await trio.sleep(300.3)
+        listeners, store.store.on_change[:] = list(store.on_change), []
+        await store.claim("mail", "t")
+        await store.decide("x", "t", Settle(Outcome.COMPLETED))
+        store.store.on_change[:] = listeners
+        settled_at = trio.current_time()
+        await trio.sleep(1.01)
+        assert seen_at
+        assert seen_at[0] - settled_at <= 1
 
 
 @pytest.mark.parametrize("pause", [1, 0.05])

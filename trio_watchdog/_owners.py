@@ -29,7 +29,7 @@ _RING_LIMIT = 4096
 """Bytes of a ring; more than any of ours has."""
 
 _RINGS_KEPT = 8
-"""Rings that wait to be heard, on every system; further ones may be lost."""
+"""Rings that wait to be heard on Linux; further ones may be lost, as fewer may be elsewhere."""
 
 _SOCKET_PATH_LIMIT = 100
 """Bytes of a socket's path that every system takes (the least limit is 104)."""

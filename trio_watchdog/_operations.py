@@ -113,10 +113,7 @@ def _admit_all(jobs: Sequence[Job], effects: Effects) -> Operation[list[Admissio
     admissions: list[Admission] = []
     for start in range(0, len(jobs), ADMISSION_CHUNK):
         chunk = jobs[start : start + ADMISSION_CHUNK]
-        # Ranked only where one of them may be behind another.
-        is_ranked = any(job.queue != job.id for job in chunk)
-        insert = sql.INSERT_MANY if is_ranked else sql.INSERT
-        for admission in (yield from _admit(chunk, effects, insert)):
+        for admission in (yield from _admit(chunk, effects, sql.INSERT_MANY)):
             if isinstance(admission, Exception):
                 # All or nothing: raising rolls the others back.
                 raise admission
@@ -160,9 +157,12 @@ def _admit(
     for _ in range(3):
         if not fitting:
             break
-        inserting = many(insert, [insertion(jobs[index]) for index in fitting])
         # A queue of its own, as a job has by default, nobody is in front of.
         named = {jobs[index].queue for index in fitting if jobs[index].queue != jobs[index].id}
+        if not named:
+            # So there is nothing to rank.
+            insert = sql.INSERT
+        inserting = many(insert, [insertion(jobs[index]) for index in fitting])
         tried = [(queue,) for queue in sorted(named)[: effects.lockable]]
         effects.lockable -= len(tried)
         inserted: Rows

@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterable, Iterator
-from types import NoneType
 from typing import Any, cast
 
 from ._errors import InvalidJob, StoreInvalid, shown, type_name
@@ -26,8 +25,6 @@ INTEGER_DIGITS_LIMIT = 4000
 
 _INTEGER_LIMIT = 10**INTEGER_DIGITS_LIMIT
 
-_ATOMS = frozenset((str, int, bool, NoneType))
-
 
 def encode_payload(payload: Any) -> str:
     """The canonical JSON text of ``payload``.
@@ -35,26 +32,28 @@ def encode_payload(payload: Any) -> str:
     Raises `InvalidJob` for NaN, infinities, lone surrogates, keys that are not strings, values
     that JSON does not know, and nesting deeper than `DEPTH_LIMIT`; the message has the path.
     """
-    is_flat = _is_flat(payload)
-    if not is_flat:
+    if not _is_plain(payload):
         _check(payload)
     try:
-        text = _ENCODER.encode(payload)
+        return _ENCODER.encode(payload)
     except (TypeError, ValueError) as error:
-        # An integer may be too long for Python, too.
-        _check(payload)
         raise InvalidJob(f"payload cannot be encoded as JSON: {error}") from error
-    if is_flat and not (text.isascii() and len(text) <= INTEGER_DIGITS_LIMIT):
-        _check(payload)
-    return text
 
 
-def _is_flat(payload: Any) -> bool:
-    """Whether `_check` finds nothing in it once its text is known to be ASCII and short."""
+def _is_plain(payload: Any) -> bool:
+    """Whether the payload is of the common kind in which `_check` would find nothing."""
     if type(payload) is not dict:
         return False
     for key, item in cast("dict[Any, Any]", payload).items():
-        if type(key) is not str or type(item) not in _ATOMS:
+        if type(key) is not str or not key.isascii():
+            return False
+        if type(item) is str:
+            if not item.isascii():
+                return False
+        elif type(item) is int:
+            if not -_INTEGER_LIMIT < item < _INTEGER_LIMIT:
+                return False
+        elif item is not None and type(item) is not bool:
             return False
     return True
 

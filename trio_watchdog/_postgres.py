@@ -226,20 +226,21 @@ class Session:
     async def step(
         self,
         calls: Sequence[Call],
-        notification: Notification | None = None,
+        telling: Statement | None = None,
         *,
         is_hasty: bool = False,
     ) -> list[list[Row]]:
         """Execute the calls as one transaction, sent as one pipeline. Rows of each call.
 
-        ``notification``: send it. ``is_hasty``: do not wait for a lock that is not free soon.
+        ``telling``: a notification to send with them. ``is_hasty``: do not wait for a lock that is
+        not free soon.
         """
         # Shielded, for a transaction on its way must not lose its answer; but never for long.
         with in_time(shield=True):
             for tries_left in reversed(range(TRIES)):
                 async with self.connected() as connection:
                     try:
-                        return await self._stepped(connection, calls, notification, is_hasty)
+                        return await self._stepped(connection, calls, telling, is_hasty)
                     except psycopg.Error as error:
                         if connection.closed:
                             raise
@@ -256,7 +257,7 @@ class Session:
         self,
         connection: TrioConnection[Row],
         calls: Sequence[Call],
-        notification: Notification | None,
+        telling: Statement | None,
         is_hasty: bool,
     ) -> list[list[Row]]:
         before: list[Statement] = []
@@ -266,9 +267,9 @@ class Session:
             before += [(BEGIN, {}), (settings(is_local=True), {})]
         if is_hasty:
             before.append((HASTE, {}))
-        if notification is not None:
+        if telling is not None:
             # Last: sending takes a lock of the whole database until COMMIT.
-            after.append((NOTIFY, notification))
+            after.append(telling)
         if self._prepared is None:
             after.append((COMMIT, {}))
         return await self.execute(connection, calls, before, after)
@@ -364,13 +365,16 @@ Clock = Callable[[], Mapping[str, int]]
 
 Statement = tuple[str, Mapping[str, Any]]
 
-Notification = Mapping[str, str]
-"""The parameters of `NOTIFY`."""
-
 BEGIN = "begin isolation level read committed"
 COMMIT = "commit"
 NOTIFY = "select pg_notify(%(channel)s, %(told)s)"
 HASTE = f"select set_config('lock_timeout', '{HASTE_SECONDS * 1000:.0f}', true)"
+
+
+def notification(channel: str, told: str) -> Statement:
+    """The statement that tells others, when the transaction commits."""
+    return NOTIFY, {"channel": channel, "told": told}
+
 
 _FORGETTING = ("0A000", "26000", "42P05")
 """SQLSTATEs that say that prepared statements are not what they were: prepare them anew."""
@@ -482,9 +486,9 @@ class Trips:
 
     async def _trip(self, travelling: list[_Progress]) -> None:
         calls, places = merged([call for progress in travelling for call in progress.calls])
-        notification = self._notification(travelling)
+        telling = self._notification(travelling)
         try:
-            results = await self._session.step(calls, notification, is_hasty=self._is_hasty)
+            results = await self._session.step(calls, telling, is_hasty=self._is_hasty)
         except WatchdogError as error:
             if not is_refusal(error):
                 self._gone = error
@@ -499,7 +503,7 @@ class Trips:
             self._proceed(progress, rows[0] if progress.is_single else rows)
             start = end
 
-    def _notification(self, travelling: list[_Progress]) -> Notification | None:
+    def _notification(self, travelling: list[_Progress]) -> Statement | None:
         """What others are told in the trip itself, and so before it is known what it does."""
         effects = Effects(0)
         is_telling = False
@@ -511,9 +515,9 @@ class Trips:
             for wish in wishes:
                 if not isinstance(wish, w.Enqueue):
                     # What it will find nobody knows.
-                    return {"channel": self._channel, "told": ""}
+                    return notification(self._channel, "")
                 effects.claimable(wish.job.lane, operations.due(wish.job))
-        return {"channel": self._channel, "told": Change.of(effects).told()} if is_telling else None
+        return notification(self._channel, Change.of(effects).told()) if is_telling else None
 
     def _begin(
         self,
@@ -845,7 +849,7 @@ class PostgresStore(Store):
                         after: list[Statement] = [(COMMIT, {})]
                         if effects.concern_others:
                             told = Change.of(effects).told()
-                            after.insert(0, (NOTIFY, {"channel": self._channel, "told": told}))
+                            after.insert(0, notification(self._channel, told))
                         await session.execute(connection, [], after=after)
                     except BaseException as error:
                         await _undo(connection)
@@ -967,7 +971,7 @@ class PostgresStore(Store):
         untold, self._untold = self._untold, Effects(0)
         told = Change.of(untold).told()
         try:
-            await self._callers.step([], {"channel": self._channel, "told": told})
+            await self._callers.step([], notification(self._channel, told))
         except WatchdogError as error:
             # Only a hint: the others find it at their next poll, or hear it with the next one.
             self._untold.merge(untold)

@@ -84,14 +84,13 @@ class Place:
     def __init__(self, path: Path) -> None:
         # Resolved now: a change of the current folder changes nothing.
         self.path = Path(os.path.realpath(path))
-        self._identity = _identity(str(self.path))
-        self._name = str(self.path)
-        self._log = f"{self.path}-wal"
+        self._identity = _identity(self.path)
+        self._log = Path(f"{self.path}-wal")
         self._log_identity: tuple[int, int] | None = None
 
     def check(self) -> None:
         """Raise `StoreInvalid` when the file was deleted or replaced. Costs one `stat`."""
-        self._compare(self._name, self._identity)
+        self._compare(self.path, self._identity)
 
     def check_all(self) -> None:
         """The same for the write-ahead log, which stays the same while a store has it open."""
@@ -108,7 +107,7 @@ class Place:
         except OSError:
             return 0
 
-    def _compare(self, path: str, expected: tuple[int, int] | None) -> None:
+    def _compare(self, path: Path, expected: tuple[int, int] | None) -> None:
         try:
             status = os.stat(path)
         except FileNotFoundError:
@@ -126,7 +125,7 @@ class Place:
         )
 
 
-def _identity(path: str) -> tuple[int, int] | None:
+def _identity(path: Path) -> tuple[int, int] | None:
     try:
         status = os.stat(path)
     except OSError:

@@ -90,7 +90,7 @@ def import_(wishes: Sequence[w.Import], effects: Effects) -> Operation[list[int]
                 effects.claimable(lane, not_before)
                 effects.moved(queue)
         # There may be completions to take over, and cancelled ones to settle.
-        effects.cancelled = effects.cancelled or bool(imported)
+        effects.cancelled |= bool(imported)
         answers.append(len(imported))
     return answers
 

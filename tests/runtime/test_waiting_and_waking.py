@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Generator
+from contextlib import contextmanager
 from datetime import UTC, datetime, timedelta
 from itertools import pairwise
 
@@ -19,6 +21,14 @@ from trio_watchdog._wake import Alarm, Bell, Doorbell
 
 async def nothing(job: RunningJob):
     return None
+
+
+@contextmanager
+def untold(store) -> Generator[None]:
+    """What the store does in here it tells nobody, as if another process had done it."""
+    listeners, store.store.on_change[:] = list(store.on_change), []
+    yield
+    store.store.on_change[:] = listeners
 
 
 def soon(store, seconds: float) -> datetime:
@@ -86,9 +96,8 @@ async def test_what_others_enqueue_starts_when_the_store_notices(open_it, store)
     async with open_it() as watchdog:
         await watchdog.start_lane("mail", nothing)
         await watchdog.wait_idle()
-        listeners, store.store.on_change[:] = list(store.on_change), []
-        await store.enqueue(Job("mail", id="x"))
-        store.store.on_change[:] = listeners
+        with untold(store):
+            await store.enqueue(Job("mail", id="x"))
         began = trio.current_time()
         store.report(ELSEWHERE)
         await watchdog.wait_settled("x")
@@ -99,9 +108,8 @@ async def test_without_any_notification_the_slow_poll_finds_what_is_due(open_it,
     async with open_it(poll=5) as watchdog:
         await watchdog.start_lane("mail", nothing)
         await watchdog.wait_idle()
-        listeners, store.store.on_change[:] = list(store.on_change), []
-        await store.enqueue(Job("mail", id="x"))
-        store.store.on_change[:] = listeners
+        with untold(store):
+            await store.enqueue(Job("mail", id="x"))
         began = trio.current_time()
         await watchdog.wait_settled("x")
         assert trio.current_time() - began < 5.1
@@ -118,10 +126,9 @@ async def test_a_settlement_that_nobody_tells_of_is_seen_within_a_second(open_it
 
         nursery.start_soon(wait)
         await trio.sleep(300.3)
-        listeners, store.store.on_change[:] = list(store.on_change), []
-        await store.claim("mail", "t")
-        await store.decide("x", "t", Settle(Outcome.COMPLETED))
-        store.store.on_change[:] = listeners
+        with untold(store):
+            await store.claim("mail", "t")
+            await store.decide("x", "t", Settle(Outcome.COMPLETED))
         settled_at = trio.current_time()
         await trio.sleep(1.01)
         assert seen_at
@@ -143,9 +150,8 @@ async def test_the_slow_poll_comes_although_the_supervisor_is_rung_all_the_time(
         await watchdog.wait_idle()
         nursery.start_soon(ring_on, watchdog)
         await trio.sleep(0.5)
-        listeners, store.store.on_change[:] = list(store.on_change), []
-        await store.enqueue(Job("mail", id="x"))
-        store.store.on_change[:] = listeners
+        with untold(store):
+            await store.enqueue(Job("mail", id="x"))
         with trio.fail_after(5.5):
             await watchdog.wait_settled("x")
         nursery.cancel_scope.cancel()
@@ -162,9 +168,8 @@ async def test_a_cancel_by_others_reaches_the_handler_when_the_store_notices(ope
         await watchdog.start_lane("mail", handler)
         await watchdog.enqueue(Job("mail", id="x"))
         await started.wait()
-        listeners, store.store.on_change[:] = list(store.on_change), []
-        await store.cancel("x", "c")
-        store.store.on_change[:] = listeners
+        with untold(store):
+            await store.cancel("x", "c")
         began = trio.current_time()
         store.report(ELSEWHERE)
         await watchdog.wait_settled("x")
@@ -190,9 +195,8 @@ async def test_many_rings_from_others_cost_few_inspections_and_none_is_lost(open
         await trio.sleep(1)
         store.report(ELSEWHERE)
         await wait_all_tasks_blocked()
-        listeners, store.store.on_change[:] = list(store.on_change), []
-        await store.cancel("x", "c")
-        store.store.on_change[:] = listeners
+        with untold(store):
+            await store.cancel("x", "c")
         store.report(ELSEWHERE)
         with trio.fail_after(0.2):
             await watchdog.wait_settled("x")
